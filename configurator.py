@@ -143,7 +143,7 @@ def parse(argv: list[str], *classes: type, doc: str = "", positional: str = "con
             values[fields[name].name] = convert(f"{file}: {name}", value, kinds[fields[name].name])
     for name, value in flags.items():
         values[fields[name].name] = convert(f"--{name}", value, kinds[fields[name].name])
-    made = [build(cls, {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}) for cls in classes]
+    made = [build(cls, {name: values[name] for name in get_type_hints(cls) if name in values}) for cls in classes]
     return (*made, words)
 
 
