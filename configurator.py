@@ -14,6 +14,8 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+TRUTH = {"true": True, "false": False, "1": True, "0": False}
+
 
 class UserError(Exception):
     """A mistake of the user's: one line that names the flag or file, the bad value and the way out."""
@@ -35,8 +37,8 @@ def suggestion(word: str, known) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def convert(name: str, value: Any, kind: Any) -> Any:
-    """`value` (a string from the command line, or a TOML value) as `kind`; UserError names `name` and the value.
+def convert(name: str, value: Any, kind: Any, typed: bool = False) -> Any:
+    """`value` as `kind`; UserError names `name` and the value. `typed`: it is TOML's; else a word of the command line.
 
     An int is accepted where a float is expected, a whole number such as 1e3 where an int is; true and false are
     read in any case; a tuple of numbers is a TOML list, or `a,b,c` with or without brackets.
@@ -44,45 +46,39 @@ def convert(name: str, value: Any, kind: Any) -> Any:
     def wrong(expected: str) -> UserError:
         return UserError(f"{name}: expected {expected}, got {value!r}")
 
-    is_text = isinstance(value, str)
+    is_word = isinstance(value, str) and not typed
     if get_origin(kind) is Literal:
         allowed = get_args(kind)
         if value not in allowed:
             raise UserError(f"{name}: {value!r} is none of {', '.join(allowed)}{suggestion(str(value), allowed)}")
         return value
     if get_origin(kind) is tuple:
-        if is_text:
-            value = [part for part in value.strip("[]() ").split(",") if part.strip()]
-        if not isinstance(value, (list, tuple)):
-            raise wrong("a list of numbers, e.g. 0.75,0.22,0.03")
-        return tuple(convert(name, part, get_args(kind)[0]) for part in value)
+        if is_word:
+            value = value.strip("[]() ").removesuffix(",").split(",")
+        if not isinstance(value, list):
+            raise wrong("a list of numbers, e.g. [0.75, 0.22, 0.03]")
+        return tuple(convert(name, part, get_args(kind)[0], typed) for part in value)
     if kind is bool:
-        words = {"true": True, "false": False, "1": True, "0": False}
-        if is_text and value.lower() in words:
-            return words[value.lower()]
-        if isinstance(value, bool):
-            return value
-        raise wrong("true or false")
+        value = TRUTH.get(value.lower(), value) if is_word else value
+        if not isinstance(value, bool):
+            raise wrong("true or false")
+        return value
     if kind in (int, float):
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise wrong("a number")
+        expected = "a whole number" if kind is int else "a number"
+        if isinstance(value, bool) or not (is_word or isinstance(value, (int, float))):
+            raise wrong(expected)
         try:
+            if kind is int and (value.strip().lstrip("+-").isdigit() if is_word else isinstance(value, int)):
+                return int(value)  # exact, also beyond what a float holds
             number = float(value)
-            if kind is float:
-                return number
-            return int(value) if not is_text or value.strip().lstrip("+-").isdigit() else whole(number)
+            if kind(number) != number:  # 1.5 for an int; NaN, which every later comparison would let through
+                raise wrong(expected)
+            return kind(number)
         except (ValueError, OverflowError):
-            raise wrong("a whole number" if kind is int else "a number") from None
-    if not is_text:
+            raise wrong(expected) from None
+    if not isinstance(value, str):
         raise wrong("a text")
     return value
-
-
-def whole(number: float) -> int:
-    """`number` as an int; ValueError if it is not one."""
-    if number != int(number):
-        raise ValueError(number)
-    return int(number)
 
 
 def read_toml(path: str) -> dict[str, Any]:
@@ -91,8 +87,7 @@ def read_toml(path: str) -> dict[str, Any]:
         with open(path, "rb") as file:
             return tomllib.load(file)
     except FileNotFoundError:
-        folder = Path(path).parent
-        here = sorted(str(p) for p in (folder if folder.is_dir() else Path("config")).glob("*.toml"))
+        here = sorted({str(file) for folder in (Path(path).parent, Path("config")) for file in folder.glob("*.toml")})
         raise UserError(f"config file {path!r} does not exist; there are: {', '.join(here) or 'none'}") from None
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"config file {path!r} cannot be read as TOML: {error}") from None
@@ -124,10 +119,14 @@ def parse(argv: list[str], *classes: type, doc: str = "", positional: str = "con
     parser = Parser(description=doc, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(positional, nargs="*", help="a TOML file" if positional == "config" else None)
     for name, field in fields.items():
-        optional = {"nargs": "?", "const": "true"} if kinds[field.name] is bool else {}
-        text = f"{field.metadata['help']} (default: {field.default!r})".replace("%", "%%")
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar="VALUE", help=text, **optional)
-    given, unknown = parser.parse_known_intermixed_args(argv)
+        default = "" if field.default is None else f" (default: {field.default!r})"
+        text = f"{field.metadata['help']}{default}".replace("%", "%%")
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar="VALUE", help=text)
+    switches = {f"--{name}" for name, field in fields.items() if kinds[field.name] is bool}
+    # `--resume demo.toml`: a bare switch is on and leaves the next word alone, unless that is true or false.
+    words = [f"{word}=true" if word in switches and after.lower() not in TRUTH else word
+             for word, after in zip(argv, [*argv[1:], ""])]
+    given, unknown = parser.parse_known_intermixed_args(words)
     for word in unknown:
         name = word.lstrip("-").split("=")[0]
         raise UserError(f"unknown argument {word!r}{suggestion(name, fields)}; --help lists all")
@@ -140,7 +139,7 @@ def parse(argv: list[str], *classes: type, doc: str = "", positional: str = "con
         for name, value in read_toml(file).items():
             if name not in fields:
                 raise UserError(f"{file}: unknown key {name!r}{suggestion(name, fields)}")
-            values[fields[name].name] = convert(f"{file}: {name}", value, kinds[fields[name].name])
+            values[fields[name].name] = convert(f"{file}: {name}", value, kinds[fields[name].name], typed=True)
     for name, value in flags.items():
         values[fields[name].name] = convert(f"--{name}", value, kinds[fields[name].name])
     made = [build(cls, {name: values[name] for name in get_type_hints(cls) if name in values}) for cls in classes]
@@ -149,10 +148,15 @@ def parse(argv: list[str], *classes: type, doc: str = "", positional: str = "con
 
 def run(main) -> None:
     """Runs a script's `main(argv)`; a UserError is one line on stderr and exit code 2, Ctrl-C is exit code 130."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no reason to stop
     try:
-        sys.exit(main(sys.argv[1:]))
+        try:
+            status = main(sys.argv[1:])
+        finally:
+            sys.stdout.flush()  # here, where a closed pipe can still be caught
+        sys.exit(status)
     except UserError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).splitlines())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,0 +1,200 @@
+"""Text -> tokens: writes data/NAME/train.bin, val.bin and meta.json, which train.py reads.
+
+    python prepare.py                              pydocs: the manual and the docstrings of this very Python
+    python prepare.py shakespeare                  tiny Shakespeare, downloaded and checked
+    python prepare.py --input=FILE [--name=NAME]   any UTF-8 text; NAME is the file's own name if not given
+"""
+
+import ast
+import hashlib
+import json
+import os
+import random
+import re
+import shlex
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from configurator import UserError, parse, run, setting, suggestion
+from tokenizer import DOWNLOAD_SECONDS, CharTokenizer, GPT2Tokenizer, make_tokenizer, within
+
+SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_BYTES = 1_115_394
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+STALL_SECONDS = 10  # the longest silence of a server
+
+
+@dataclass(frozen=True)
+class Settings:
+    input: str | None = setting(None, "a UTF-8 text file of your own, instead of a corpus")
+    name: str | None = setting(None, "the folder under data_dir, and what train.py calls the dataset")
+    tokenizer: Literal["char", "gpt2"] = setting("char", "char: one token a character; gpt2: byte pairs (tiktoken)")
+    val_fraction: float = setting(0.1, "share of the text, its end, kept for validation")
+    data_dir: str = setting("data", "where the folders of prepared data are")
+
+    def __post_init__(self):
+        if not 0 < self.val_fraction < 1:
+            raise ValueError(f"val_fraction={self.val_fraction} must lie between 0 and 1, e.g. 0.1")
+
+
+def pydocs() -> str:
+    """The manual and the docstrings of more than 80 characters in this Python's library, as printable ASCII."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some systems leave it out
+        topics = {}
+    texts = [*topics.values(), *(doc for doc in docstrings(sysconfig.get_path("stdlib")) if len(doc) > 80)]
+    # Each document once; sorted first, so that the shuffled order depends on nothing but the documents.
+    documents = sorted({re.sub(r"[^\n -~]", "", text.expandtabs()).strip() for text in texts})
+    random.Random(1337).shuffle(documents)
+    return "\n\n".join(documents) + "\n"
+
+
+def docstrings(root: str) -> Iterator[str]:
+    """Those of all modules, classes and functions under `root` but test suites; files are parsed, not imported."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for folder, subfolders, _ in os.walk(root):
+        subfolders[:] = set(subfolders) - {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+        for file in Path(folder).glob("*.py"):
+            try:
+                tree = ast.parse(file.read_bytes())
+            except (SyntaxError, ValueError, FileNotFoundError):  # bad on purpose, or a link to nowhere
+                continue
+            yield from (ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds))
+
+
+def shakespeare() -> str:
+    """Tiny Shakespeare; UserError when it cannot be downloaded, or something else comes."""
+    try:
+        content = within(DOWNLOAD_SECONDS, download)
+    except (ImportError, OSError, ValueError) as error:  # requests' errors are OSErrors
+        raise UserError(f"shakespeare: {SHAKESPEARE_URL} failed, nothing is stored ({type(error).__name__}: {error}); "
+                        "use the embedded corpus, python prepare.py pydocs, or download that file by hand and run: "
+                        "python prepare.py --input=FILE --name=shakespeare") from None
+    return content.decode()
+
+
+def download() -> bytes:
+    """The file at SHAKESPEARE_URL; ValueError when it is another than the known one, or one of requests' errors."""
+    import requests
+    content = bytearray()
+    with requests.get(SHAKESPEARE_URL, stream=True, timeout=STALL_SECONDS) as response:
+        response.raise_for_status()
+        for chunk in response.iter_content(1 << 14):
+            content += chunk
+            if len(content) > SHAKESPEARE_BYTES:  # it may never end
+                break
+    if len(content) != SHAKESPEARE_BYTES or hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
+        raise ValueError(f"{len(content)} bytes came, not the {SHAKESPEARE_BYTES} with the known sha256")
+    return bytes(content)
+
+
+CORPORA: dict[str, Callable[[], str]] = {"pydocs": pydocs, "shakespeare": shakespeare}
+
+
+def read_text(file: str) -> str:
+    """The file's text, newlines as they are; UserError if it cannot be read as UTF-8."""
+    try:
+        return Path(file).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"--input={file}: not UTF-8 text (at byte {error.start}); convert it to UTF-8") from None
+    except OSError as error:
+        raise UserError(f"--input={file}: {error.strerror} ({Path(file).absolute()}); name a text file") from None
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type of the tokens in a .bin file, little-endian on every machine."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def save(folder: Path, files: dict[str, bytes]) -> None:
+    """Writes all of `files` under temporary names, then moves them into place in their order; OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = {folder / name: folder / f".{name}.{os.getpid()}.tmp" for name in files}
+    try:
+        for path, part in parts.items():
+            part.write_bytes(files[path.name])
+        meta = folder / "meta.json"
+        if meta.exists() and meta.read_bytes() != files["meta.json"]:
+            meta.unlink()  # whatever happens next, old counts never stand beside new tokens
+        for path, part in parts.items():
+            part.replace(path)
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
+
+
+def load_meta(folder: Path) -> dict:
+    """meta.json, checked against the .bin files beside it; UserError says how to prepare what is missing or damaged."""
+    corpus = folder.name if folder.name in CORPORA else f"--input=FILE --name={shlex.quote(folder.name)}"
+    place = "" if folder.parent == Path("data") else f" --data_dir={shlex.quote(str(folder.parent))}"
+    again = f"run: python prepare.py {corpus}{place}"
+    try:
+        meta = json.loads((folder / "meta.json").read_bytes())
+        spec, vocab_size, dtype = meta["tokenizer"], meta["vocab_size"], token_dtype(meta["vocab_size"])
+        n_symbols = vocab_size if spec["kind"] == "gpt2" else make_tokenizer(spec).vocab_size
+        if (n_symbols, dtype.name) != (vocab_size, meta["dtype"]):
+            raise ValueError(f"{n_symbols} symbols, but vocab_size={vocab_size} and dtype={meta['dtype']}")
+        for split in ("train", "val"):
+            path, wanted = folder / f"{split}.bin", meta[f"{split}_tokens"] * dtype.itemsize
+            size = path.stat().st_size if path.is_file() else 0
+            if not 0 < wanted == size:
+                raise ValueError(f"{path.name} is missing or has {size} bytes where {wanted} should be")
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"no prepared data at {folder.absolute()}; {again}") from None
+    except (OSError, UserError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"damaged data at {folder.absolute()} ({type(error).__name__}: {error}); {again}") from None
+    return meta
+
+
+def load_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
+    """The tokens of `split`, "train" or "val", read-only, (N,); they stay on disk until they are used."""
+    return np.memmap(folder / f"{split}.bin", token_dtype(meta["vocab_size"]), mode="r")
+
+
+def main(argv: list[str]) -> None:
+    """Prepares one corpus or file and says what it wrote; UserError."""
+    settings, words = parse(argv, Settings, doc=__doc__, positional="corpus")
+    if len(words) + (settings.input is not None) > 1:
+        raise UserError(f"one corpus or one --input=FILE at a time, got: {shlex.join(argv)}")
+    corpus = words[0] if words else "pydocs"
+    if settings.input is not None:
+        stem, source, text = Path(settings.input).stem, Path(settings.input).name, read_text(settings.input)
+    elif corpus in CORPORA:
+        stem, source, text = corpus, corpus, CORPORA[corpus]()
+    else:
+        raise UserError(f"unknown corpus {corpus!r}{suggestion(corpus, CORPORA)}; there are {', '.join(CORPORA)}, "
+                        f"and --input={corpus} for a file of your own")
+    name = stem if settings.name is None else settings.name
+    if name in ("", "..") or Path(name).name != name or not name.isprintable():
+        raise UserError(f"--name={name}: must be a plain folder name")
+    if not text.strip():
+        raise UserError(f"{source}: {'blanks only' if text else 'empty'}; give a file with text, --input=FILE")
+    cut = int(len(text) * (1 - settings.val_fraction))
+    if not 0 < cut < len(text):
+        raise UserError(f"--val_fraction={settings.val_fraction}: splits {len(text)} characters into {cut} and "
+                        f"{len(text) - cut}; give more text or another fraction")
+    tokenizer = GPT2Tokenizer() if settings.tokenizer == "gpt2" else CharTokenizer("".join(sorted(set(text))))
+    dtype = token_dtype(tokenizer.vocab_size)
+    train, val = (np.array(tokenizer.encode(part), dtype) for part in (text[:cut], text[cut:]))  # (N,) each
+    meta = {"tokenizer": tokenizer.spec, "vocab_size": tokenizer.vocab_size, "dtype": dtype.name,
+            "train_tokens": len(train), "val_tokens": len(val), "source": source,
+            "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    folder = Path(settings.data_dir, name)
+    try:
+        save(folder, {"train.bin": train.tobytes(), "val.bin": val.tobytes(), "meta.json": json.dumps(meta).encode()})
+    except OSError as error:
+        raise UserError(f"--data_dir={settings.data_dir}: cannot write {folder.absolute()}: {error.strerror}") from None
+    place = "" if settings.data_dir == "data" else f" --data_dir={shlex.quote(settings.data_dir)}"
+    print(f"{source}: {len(text):,} characters, {tokenizer.vocab_size:,} symbols ({settings.tokenizer})\n"
+          f"wrote {folder}: {len(train):,} tokens to train on, {len(val):,} to validate on\n"
+          f"next: python train.py --dataset={shlex.quote(name)}{place}")
+
+
+if __name__ == "__main__":
+    run(main)

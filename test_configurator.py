@@ -1,0 +1,328 @@
+"""configurator.py against settings made here: types, typos, files, order, --help, exit codes."""
+
+import os
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from configurator import UserError, build, parse, setting
+
+ROOT = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Shape:
+    vocab_size: int = setting(7, "set by the tokenizer", flag=False)
+    n_head: int = setting(4, "attention heads")
+    n_embd: int = setting(64, "width")
+    dropout: float = setting(0.25, "share dropped, 25% say")
+    fusion: Literal["gated", "add", "none"] = setting("gated", "the fusion")
+
+    def __post_init__(self):
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")
+
+
+@dataclass(frozen=True)
+class Run:
+    learning_rate: float = setting(0.5, "step size")
+    max_iters: int = setting(10, "steps")
+    compile: bool = setting(False, "compile it")
+    resume: bool = setting(True, "go on")
+    out_dir: str = setting("out", "folder")
+    lambda_: float = setting(1.0, "a reserved word")
+    pass_mix: tuple[float, ...] = setting((1.0,), "shares")
+    sizes: tuple[int, ...] = setting((1, 2), "whole numbers")
+    note: str | None = setting(None, "may be absent")
+
+
+def settings(*argv: str) -> tuple[Shape, Run]:
+    shape, run, _ = parse(list(argv), Shape, Run)
+    return shape, run
+
+
+def complaint(*argv: str, **options) -> str:
+    """The UserError's text, which must be one line."""
+    with pytest.raises(UserError) as caught:
+        parse(list(argv), Shape, Run, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text: str) -> str:
+        (tmp_path / "some.toml").write_text(text)
+        return str(tmp_path / "some.toml")
+
+    return write
+
+
+def test_defaults_frozen_and_off_the_command_line():
+    shape, run = settings()
+    assert (shape.vocab_size, shape.n_head, shape.dropout, shape.fusion) == (7, 4, 0.25, "gated")
+    assert (run.learning_rate, run.compile, run.resume, run.lambda_, run.pass_mix, run.note) == (
+        0.5, False, True, 1.0, (1.0,), None)
+    with pytest.raises(FrozenInstanceError):
+        run.max_iters = 3
+    assert "unknown argument '--vocab_size=9'" in complaint("--vocab_size=9")
+
+
+@pytest.mark.parametrize("word, name, value", [
+    ("--learning_rate=1", "learning_rate", 1.0),  # an int where a float is expected
+    ("--learning_rate=1e-3", "learning_rate", 0.001),
+    ("--learning_rate=-2", "learning_rate", -2.0),  # whether it makes sense is the dataclass's business
+    ("--learning_rate=inf", "learning_rate", float("inf")),
+    ("--max_iters=1e3", "max_iters", 1000),
+    ("--max_iters=20.0", "max_iters", 20),
+    ("--max_iters=-1", "max_iters", -1),
+    ("--max_iters=9007199254740993", "max_iters", 9007199254740993),  # 2^53 + 1, which no float holds
+    ("--compile=false", "compile", False),
+    ("--compile=TRUE", "compile", True),
+    ("--resume=False", "resume", False),
+    ("--compile=1", "compile", True),
+    ("--resume=0", "resume", False),
+    ("--out_dir=", "out_dir", ""),
+    ("--out_dir=1e3", "out_dir", "1e3"),
+    ("--out_dir=a=b", "out_dir", "a=b"),
+    ("--lambda=0.5", "lambda_", 0.5),
+    ("--pass_mix=0.75,0.22,0.03", "pass_mix", (0.75, 0.22, 0.03)),
+    ("--pass_mix=[0, 0, 1]", "pass_mix", (0.0, 0.0, 1.0)),
+    ("--pass_mix=(1,)", "pass_mix", (1.0,)),
+    ("--sizes=3", "sizes", (3,)),
+    ("--note=x", "note", "x"),
+])
+def test_values_from_the_command_line(word, name, value):
+    for argv in ([word], word.split("=", 1)):  # --key=value and --key value
+        got = getattr(settings(*argv)[1], name)
+        assert got == value and type(got) is type(value), argv
+    if isinstance(value, tuple):
+        assert [type(part) for part in got] == [type(part) for part in value]
+
+
+def test_literal_and_zero_dropout():
+    shape, _ = settings("--fusion=none", "--dropout=0")
+    assert shape.fusion == "none" and shape.dropout == 0.0 and type(shape.dropout) is float
+
+
+@pytest.mark.parametrize("word, parts", [
+    ("--learning_rte=1e-3", ["'--learning_rte=1e-3'", "did you mean learning_rate?"]),
+    ("--learning-rate=1", ["'--learning-rate=1'", "did you mean learning_rate?"]),
+    ("--learning=1", ["unknown argument '--learning=1'"]),  # no abbreviations: they change when a setting is added
+    ("--lambda_=1", ["unknown argument '--lambda_=1'", "did you mean lambda?"]),
+    ("-x", ["unknown argument '-x'"]),
+    ("--max_iters=1.5", ["--max_iters", "whole number", "'1.5'"]),
+    ("--max_iters=many", ["--max_iters", "whole number", "'many'"]),
+    ("--max_iters=", ["--max_iters", "whole number", "''"]),
+    ("--max_iters=inf", ["--max_iters", "whole number", "'inf'"]),
+    ("--max_iters=nan", ["--max_iters", "whole number", "'nan'"]),
+    ("--max_iters=true", ["--max_iters", "whole number", "'true'"]),
+    ("--max_iters=\u00b2", ["--max_iters", "whole number"]),  # a digit to str.isdigit, not to int
+    ("--learning_rate=fast", ["--learning_rate", "a number", "'fast'"]),
+    ("--learning_rate=nan", ["--learning_rate", "a number", "'nan'"]),
+    ("--learning_rate=0,001", ["--learning_rate", "a number", "'0,001'"]),
+    ("--compile=yes", ["--compile", "true or false", "'yes'"]),
+    ("--compile=", ["--compile", "true or false", "''"]),
+    ("--fusion=gatd", ["--fusion", "'gatd'", "gated, add, none", "did you mean gated?"]),
+    ("--fusion=Gated", ["--fusion", "'Gated'"]),
+    ("--pass_mix=a,b", ["--pass_mix", "a number", "'a'"]),
+    ("--pass_mix=0.5,,0.5", ["--pass_mix", "a number", "''"]),
+    ("--pass_mix=", ["--pass_mix", "a number", "''"]),
+    ("--sizes=1,2.5", ["--sizes", "whole number", "'2.5'"]),
+    ("--max_iters", ["--max_iters: expected one argument"]),
+    ("--learning_rate", ["--learning_rate: expected one argument"]),
+    ("--out_dir", ["--out_dir: expected one argument"]),
+    ("--pass_mix", ["--pass_mix: expected one argument"]),
+    ("--n_head=3", ["n_embd=64 must be a multiple of n_head=3"]),  # the dataclass's own ValueError
+])
+def test_mistakes_on_the_command_line(word, parts):
+    message = complaint(word)
+    assert all(part in message for part in parts), message
+
+
+def test_a_flag_without_a_value_before_another_flag():
+    assert complaint("--max_iters", "--compile").startswith("--max_iters: expected one argument")
+
+
+def test_a_bare_switch_is_on_and_takes_no_file(toml):
+    file = toml("max_iters = 3")
+    for argv in (["--compile"], ["--compile", "--max_iters=4"], ["--compile", file], [file, "--compile"]):
+        assert settings(*argv)[1].compile is True, argv
+    assert settings("--compile", file)[1].max_iters == 3
+    assert settings("--resume", "false", file)[1] == settings(file, "--resume=false")[1]
+    assert settings("--resume", "False")[1].resume is False
+
+
+def test_toml_values(toml):
+    shape, run = settings(toml("""
+        n_head = 2
+        dropout = 0
+        fusion = "add"
+        learning_rate = 3
+        max_iters = 1e3
+        compile = true
+        out_dir = "elsewhere"
+        lambda = 2
+        pass_mix = [0.75, 0.22, 0.03]
+        sizes = [4, 5]
+    """))
+    assert shape == Shape(n_head=2, dropout=0.0, fusion="add") and type(shape.dropout) is float
+    assert run == Run(learning_rate=3.0, max_iters=1000, compile=True, out_dir="elsewhere", lambda_=2.0,
+                      pass_mix=(0.75, 0.22, 0.03), sizes=(4, 5))
+    assert type(run.max_iters) is int and type(run.learning_rate) is float and type(run.pass_mix) is tuple
+
+
+@pytest.mark.parametrize("line, parts", [
+    ("learning_rte = 1", ["unknown key 'learning_rte'", "did you mean learning_rate?"]),
+    ("lambda_ = 1", ["unknown key 'lambda_'", "did you mean lambda?"]),
+    ("vocab_size = 9", ["unknown key 'vocab_size'"]),
+    ("[train]\nmax_iters = 3", ["unknown key 'train'"]),
+    ("max_iters = 1.5", ["max_iters", "whole number", "1.5"]),
+    ("max_iters = nan", ["max_iters", "whole number", "nan"]),
+    ("max_iters = '12'", ["max_iters", "whole number", "'12'"]),
+    ("max_iters = true", ["max_iters", "whole number", "True"]),
+    ("max_iters = [1]", ["max_iters", "whole number", "[1]"]),
+    ("learning_rate = '1e-3'", ["learning_rate", "a number", "'1e-3'"]),
+    ("learning_rate = nan", ["learning_rate", "a number", "nan"]),
+    ("learning_rate = false", ["learning_rate", "a number", "False"]),
+    ("compile = 'true'", ["compile", "true or false", "'true'"]),
+    ("compile = 1", ["compile", "true or false", "1"]),
+    ("out_dir = 3", ["out_dir", "a text", "3"]),
+    ("fusion = 1", ["fusion", "1 is none of gated, add, none"]),
+    ("fusion = ['add']", ["fusion", "is none of gated, add, none"]),
+    ("pass_mix = 1", ["pass_mix", "list of numbers", "1"]),
+    ("pass_mix = '0.5,0.5'", ["pass_mix", "list of numbers", "'0.5,0.5'"]),
+    ("pass_mix = [true]", ["pass_mix", "a number", "True"]),
+    ("pass_mix = [[1]]", ["pass_mix", "a number", "[1]"]),
+    ("sizes = [1, '2']", ["sizes", "whole number", "'2'"]),
+    ("n_head = 3", ["n_embd=64 must be a multiple of n_head=3"]),
+])
+def test_mistakes_in_toml(toml, line, parts):
+    file = toml(line)
+    message = complaint(file)
+    assert all(part in message for part in parts), message
+    assert file in message or "must be a multiple" in message
+
+
+def test_a_file_that_is_no_toml(toml, tmp_path):
+    assert "cannot be read as TOML" in complaint(toml("max_iters: 3\n"))
+    assert "cannot be read as TOML" in complaint(toml("import os; os._exit(0)"))  # data, never executed
+    (tmp_path / "latin.toml").write_bytes(b"out_dir = '\xe9'")
+    assert "latin.toml" in complaint(str(tmp_path / "latin.toml"))
+    assert str(tmp_path) in complaint(str(tmp_path))  # a folder
+
+
+def test_a_missing_file_lists_those_there_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert complaint("gone.toml") == "config file 'gone.toml' does not exist; there are: none"
+    (tmp_path / "config").mkdir()
+    for name in ("b", "a"):
+        (tmp_path / "config" / f"{name}.toml").touch()
+    names = f"{Path('config/a.toml')}, {Path('config/b.toml')}"
+    for word in ("a", "config/c.toml", "nowhere/c.toml"):
+        assert complaint(word) == f"config file {word!r} does not exist; there are: {names}"
+    assert "one config file at most, got a.toml, b.toml" in complaint("a.toml", "b.toml")
+
+
+def test_later_wins(toml):
+    file = toml("max_iters = 2\nn_head = 2")
+    assert settings()[1].max_iters == 10
+    assert settings(file)[1].max_iters == 2
+    assert settings(file, "--max_iters=3")[1].max_iters == 3
+    assert settings("--max_iters=3", file)[1].max_iters == 3  # wherever the file stands
+    assert settings("--max_iters=3", file, "--max_iters=4")[1].max_iters == 4
+    shape, run = settings(file, "--max_iters=3")
+    assert (shape.n_head, shape.n_embd, run.learning_rate) == (2, 64, 0.5)  # what nobody set keeps its default
+    assert settings("--n_head=3", "--n_embd=96")[0] == Shape(n_head=3, n_embd=96)  # checked together, at the end
+
+
+def test_positional_words_are_the_callers():
+    shape, run, words = parse(["pydocs", "--max_iters=2", "more"], Shape, Run, positional="corpus")
+    assert words == ["pydocs", "more"] and run.max_iters == 2
+    assert parse([], Shape, positional="corpus")[-1] == []
+    assert "--learning_rte" in complaint("pydocs", "--learning_rte", "1", positional="corpus")
+
+
+def test_build_names_the_field():
+    assert build(Shape, {"n_head": 2}) == Shape(n_head=2)
+    with pytest.raises(UserError, match="n_embd=5 must be a multiple of n_head=4"):
+        build(Shape, {"n_embd": 5})
+
+
+# Whole processes
+
+SCRIPT = """
+import sys
+from dataclasses import dataclass
+from configurator import UserError, parse, run, setting
+
+@dataclass(frozen=True)
+class Settings:
+    steps: int = setting(5, "how many, 100% of them")
+    lambda_: float = setting(1.0, "weight")
+    name: str | None = setting(None, "no default to tell")
+    fail: str = setting("", "how to end")
+
+def main(argv):
+    settings, words = parse(argv, Settings, doc="What it does:\\n\\n    an example")
+    if settings.fail == "lines":
+        raise UserError("first\\nsecond")
+    if settings.fail == "interrupt":
+        raise KeyboardInterrupt
+    if settings.fail == "status":
+        return 3
+    print("\\u2192", "x" * settings.steps)
+
+if __name__ == "__main__":
+    run(main)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "tool.py").write_text(SCRIPT)
+
+    def call(*argv: str, **environment: str):
+        env = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **environment}
+        return subprocess.run([sys.executable, tmp_path / "tool.py", *argv], capture_output=True, text=True, env=env,
+                              cwd=tmp_path, encoding="utf-8", timeout=30)
+
+    return call
+
+
+def test_help(script):
+    done = script("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    for part in ("What it does:\n\n    an example", "--steps VALUE", "how many, 100% of them (default: 5)", "--lambda VALUE",
+                 "config"):
+        assert part in done.stdout
+    assert "lambda_" not in done.stdout and "None" not in done.stdout
+
+
+def test_exit_codes(script):
+    done = script("--steps=2")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\u2192 xx\n", "")
+    done = script("--stps=2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "tool.py: unknown argument '--stps=2' (did you mean steps?); --help lists all\n"
+    done = script("--fail=lines")
+    assert (done.returncode, done.stderr) == (2, "tool.py: first second\n")
+    assert (script("--fail=interrupt").returncode, script("--fail=status").returncode) == (130, 3)
+    assert script("--steps=1", PYTHONIOENCODING="ascii").stdout == "\\u2192 x\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes end in another error there")
+@pytest.mark.parametrize("word", ["--steps=3", "--steps=300000", "--help", "--stps=3"])
+def test_a_reader_that_has_gone(tmp_path, word):
+    (tmp_path / "tool.py").write_text(SCRIPT)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "tool.py", word], stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path,
+                          env={"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}, text=True, timeout=30)
+    os.close(writer)
+    expected = (2, "tool.py: unknown argument '--stps=3' (did you mean steps?); --help lists all\n")
+    assert (done.returncode, done.stderr) == (expected if word == "--stps=3" else (141, ""))

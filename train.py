@@ -1,0 +1,366 @@
+"""Trains a GPT by passes (Eqs. 7-10) on a folder made by prepare.py and writes out/<run>/ckpt.pt and log.jsonl.
+
+    python train.py config/demo.toml --max_iters=500        any setting: --key=value, after an optional TOML file
+    python train.py config/demo.toml --resume               goes on where the run stopped
+    torchrun --standalone --nproc_per_node=2 train.py config/shakespeare_gpu.toml
+
+Whatever is random is a function of (seed, purpose, step, micro-batch) and never of what ran before.
+"""
+
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from checkpoint import initial_weights, load_checkpoint, save_checkpoint
+from configurator import UserError, key, parse, run, setting
+from machine import Processes, compiled, pick_device, pick_dtype, stop_on_signals
+from model import GPT, Feedback, GPTConfig, objective
+from prepare import load_meta, load_tokens
+
+BATCH, PASSES, MIXIN, NOISE, INIT = range(5)  # the purposes of random numbers
+FREE_ON_RESUME = {"resume", "overwrite", "out_dir", "data_dir", "init_from", "max_iters", "eval_interval", "eval_iters",
+                  "eval_passes", "log_interval", "device", "compile"}
+COUNTERS = {"step": 0, "tokens": 0, "compute_tokens": 0, "feedback_steps": 0, "seconds": 0.0, "val_losses": [],
+            "best_val_losses": []}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything of a run but the model's shape. ValueError, naming the field, for what cannot be."""
+
+    dataset: str = setting("pydocs", "folder of data_dir, made by prepare.py")
+    data_dir: str = setting("data", "where prepare.py wrote")
+    out_dir: str = setting("", "the run's folder; empty: out/<name of the config file>")
+    init_from: str = setting("", "run or checkpoint whose weights to start from, e.g. a plain one (mid-training)")
+    resume: bool = setting(False, "go on with the run in out_dir")
+    overwrite: bool = setting(False, "throw away the run in out_dir")
+    seed: int = setting(1, "of weights, batches, pass counts and jitter")
+    pass_mix: tuple[float, ...] = setting((0.0, 0.0, 1.0), "shares of the steps with 1, 2, 3, ... passes; sums to 1")
+    interleave: bool = setting(False, "draw 1, 2, 3, ... at every step instead of all single-pass steps first")
+    lambda_: float = setting(1.0, "weight of the later passes' mean loss, Eq. (10)")
+    jitter: float = setting(0.02, "sigma of the uniform noise on the states fed back, Eq. (11)")
+    detach: bool = setting(False, "cut the gradient between passes")
+    prefix_mixin: float = setting(0.0, "share of the multi-pass steps with random plain prefixes, 0 to 1")
+    max_iters: int = setting(2000, "training steps")
+    batch_size: int = setting(12, "rows of a micro-batch, on each process")
+    grad_accum: int = setting(1, "micro-batches of a step, on each process")
+    optimizer: Literal["adamw", "muon"] = setting("adamw", "adamw, or muon: Muon for the hidden matrices")
+    learning_rate: float = setting(1e-3, "peak; WSD: warmup, constant, linear cool-down to 0")
+    warmup_iters: int = setting(50, "steps of linear warmup")
+    cooldown: float = setting(0.25, "share of the run, its last, in which the rate falls to 0")
+    weight_decay: float = setting(0.1, "on matrices only")
+    beta1: float = setting(0.9, "AdamW")
+    beta2: float = setting(0.95, "AdamW")
+    grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping")
+    eval_interval: int = setting(250, "steps between evaluations, which also save; 0: at the end only")
+    eval_iters: int = setting(20, "batches of an evaluation; 0: none")
+    eval_passes: int = setting(4, "evaluate passes 1..eval_passes")
+    log_interval: int = setting(10, "steps between log lines; 0: none")
+    device: str = setting("auto", "auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of the matrix products")
+    compile: bool = setting(False, "torch.compile the step")
+
+    def __post_init__(self):
+        object.__setattr__(self, "pass_mix", tuple(self.pass_mix))
+        for name in ("batch_size", "grad_accum", "eval_passes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("seed", "max_iters", "warmup_iters", "eval_interval", "eval_iters", "log_interval", "weight_decay",
+                     "grad_clip", "jitter", "lambda_", "learning_rate"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{key(name)}={getattr(self, name)} must not be negative")
+        for name in ("cooldown", "prefix_mixin", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be from 0 to 1")
+        if not all(share >= 0 for share in self.pass_mix) or abs(sum(self.pass_mix) - 1) > 1e-6:
+            raise ValueError(f"pass_mix={list(self.pass_mix)} must be shares of 1, 2, 3, ... passes that sum to 1")
+        if self.resume and self.overwrite:
+            raise ValueError("resume and overwrite exclude each other")
+
+
+# The schedule: functions of (config, step); step counts from 0
+
+def draw(*key: int) -> np.random.Generator:
+    """The random numbers of one purpose at one place: key is (seed, purpose, step, micro-batch)."""
+    return np.random.default_rng(key)
+
+
+def pass_count(config: TrainConfig, step: int) -> int:
+    """Forward passes of this step. Staged: the single-pass steps first; interleaved: drawn from the whole mix."""
+    mix = np.array(config.pass_mix)
+    if not config.interleave:
+        if step < round(mix[0] * config.max_iters) or mix[0] == 1:
+            return 1
+        mix[0] = 0
+    return int(draw(config.seed, PASSES, step).choice(len(mix), p=mix / mix.sum())) + 1
+
+
+def feedback_at(config: TrainConfig, step: int) -> Feedback:
+    """Jitter, detach, and whether this step mixes plain prefixes in."""
+    mixin = bool(draw(config.seed, MIXIN, step).random() < config.prefix_mixin)
+    return Feedback(config.jitter, config.detach, mixin)
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """WSD: linear warmup, constant, linear cool-down to 0 over the last `cooldown` of the run."""
+    warm = (step + 1) / max(config.warmup_iters, 1)
+    cool = (config.max_iters - step) / max(config.cooldown * config.max_iters, 1)
+    return config.learning_rate * min(warm, cool, 1.0)
+
+
+def windows(tokens: np.ndarray, starts: np.ndarray, block_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and next tokens, each (B, block_size), of the windows that begin at starts (B,)."""
+    rows = torch.from_numpy(tokens[starts[:, None] + np.arange(block_size + 1)].astype(np.int64)).to(device)
+    return rows[:, :-1], rows[:, 1:]
+
+
+def evaluate(model: GPT, tokens: np.ndarray, n_windows: int, n_passes: int, batch_size: int = 12) -> list[float]:
+    """Mean loss, in nats a token, of passes 1..n_passes over n_windows evenly spaced windows of a split.
+
+    The same number for the same weights whenever and wherever it runs: it draws nothing.
+    """
+    block_size, device = model.config.block_size, model.embedding.weight.device
+    starts = np.unique(np.linspace(0, len(tokens) - block_size - 1, n_windows).astype(np.int64))
+    was_training, total = model.training, np.zeros(n_passes)
+    model.eval()
+    with torch.no_grad():
+        for part in np.split(starts, range(batch_size, len(starts), batch_size)):
+            total += len(part) * model(*windows(tokens, part, block_size, device), n_passes).double().cpu().numpy()
+    model.train(was_training)
+    return (total / len(starts)).tolist()
+
+
+def make_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """AdamW, which decays matrices only; with optimizer=muon the matrices but the embedding go to Muon instead."""
+    hidden = [p for p in model.parameters() if p.ndim == 2 and p is not model.embedding.weight]
+    gains = [p for p in model.parameters() if p.ndim < 2]
+    muon = config.optimizer == "muon"
+    groups = [{"params": [model.embedding.weight] + ([] if muon else hidden), "weight_decay": config.weight_decay},
+              {"params": gains, "weight_decay": 0.0}]
+    optimizers = [torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)]
+    if muon:  # match_rms_adamw: its updates have AdamW's size, so one learning rate serves both
+        optimizers.append(torch.optim.Muon(hidden, lr=config.learning_rate, weight_decay=config.weight_decay,
+                                           adjust_lr_fn="match_rms_adamw"))
+    return optimizers
+
+
+class Run:
+    """A run: its data, model, optimisers and counters. Everything is checked before anything is written."""
+
+    def __init__(self, config: TrainConfig, model_config: GPTConfig):
+        self.config, self.folder = config, Path(config.out_dir)
+        data = Path(config.data_dir) / config.dataset
+        self.meta = load_meta(data)
+        self.tokens = {split: load_tokens(data, split, self.meta) for split in ("train", "val")}
+        model_config = replace(model_config, vocab_size=self.meta["vocab_size"])
+        device = pick_device(config.device)
+        self.dtype = pick_dtype(config.dtype, device)
+        check(config, model_config, {split: len(tokens) for split, tokens in self.tokens.items()})
+        saved = load_checkpoint(self.folder) if config.resume else None
+        self.counters: dict[str, Any] = {name: saved[name] if saved else start for name, start in COUNTERS.items()}
+        self.identity = {"model_config": asdict(model_config), "tokenizer": self.meta["tokenizer"], "dataset": self.meta,
+                         "train_config": asdict(config) | {"pass_mix": list(config.pass_mix)}}
+        torch.manual_seed(int(draw(config.seed, INIT).integers(2**62)))
+        self.model = GPT(model_config)
+        if saved:
+            check_same_run(saved, self.identity, self.folder)
+            self.model.load_state_dict(saved["model"])
+        elif config.init_from:
+            initial_weights(self.model, config.init_from, self.meta["tokenizer"])
+        self.processes = Processes(device)
+        self.device = self.processes.device
+        self.model.to(self.device)
+        self.optimizers = make_optimizers(self.model, config)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        if saved:
+            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+            self.scaler.load_state_dict(saved["scaler"])
+        leaves_unused = model_config.fusion != "none" and config.pass_mix[0] > 0
+        step_model = compiled(self.model, self.device) if config.compile else self.model
+        self.wrapped = self.processes.wrap(step_model, unused=leaves_unused)
+
+    def train_step(self) -> dict:
+        """One optimiser step -> its log line. UserError, before the weights change, when a loss is no number."""
+        config, step, began = self.config, self.counters["step"], time.perf_counter()
+        k, feedback, rate = pass_count(config, step), feedback_at(config, step), learning_rate(config, step)
+        losses = torch.zeros(k, device=self.device)
+        for micro in range(config.grad_accum):
+            place = micro * self.processes.size + self.processes.rank  # two processes do what one does in two micro-batches
+            idx, targets = self.batch(step, place)
+            torch.manual_seed(int(draw(config.seed, NOISE, step, place).integers(2**62)))  # jitter, prefixes, dropout
+            last = micro == config.grad_accum - 1
+            with contextlib.nullcontext() if last or self.processes.size == 1 else self.wrapped.no_sync():
+                with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+                    micro_losses = self.wrapped(idx, targets, k, feedback)  # (k,)
+                self.scaler.scale(objective(micro_losses, config.lambda_) / config.grad_accum).backward()
+            losses += micro_losses.detach() / config.grad_accum
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip or math.inf)
+        losses = self.processes.mean(losses).tolist()
+        if not all(map(math.isfinite, losses)) or not (math.isfinite(norm) or self.scaler.is_enabled()):
+            there = "the last good checkpoint is kept" if (self.folder / "ckpt.pt").exists() else "nothing was saved yet"
+            raise UserError(f"step {step + 1}: the loss is {losses}, the gradient norm {float(norm)}; {there}. "
+                            f"Try a lower --learning_rate (now {config.learning_rate}) or --grad_clip=1")
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+        self.scaler.update()
+        tokens, seconds = idx.numel() * config.grad_accum * self.processes.size, time.perf_counter() - began
+        for name, more in {"step": 1, "tokens": tokens, "compute_tokens": tokens * k, "feedback_steps": int(k > 1),
+                           "seconds": seconds}.items():
+            self.counters[name] += more
+        return {"step": step + 1, "passes": k, "losses": losses, "lr": rate, "grad_norm": float(norm),
+                "tokens": self.counters["tokens"], "compute_tokens": self.counters["compute_tokens"],
+                "seconds": round(self.counters["seconds"], 3), "tokens_per_second": round(tokens / seconds)}
+
+    def batch(self, step: int, place: int) -> tuple[Tensor, Tensor]:
+        """The tokens and next tokens (B, T) of one micro-batch."""
+        tokens, block_size = self.tokens["train"], self.model.config.block_size
+        starts = draw(self.config.seed, BATCH, step, place).integers(0, len(tokens) - block_size, self.config.batch_size)
+        return windows(tokens, starts, block_size, self.device)
+
+    def evaluate(self) -> dict:
+        """Validation losses -> their log line, kept in the counters too."""
+        config = self.config
+        n_passes = 1 if self.model.fusion is None else config.eval_passes
+        losses = evaluate(self.model, self.tokens["val"], config.eval_iters * config.batch_size, n_passes)
+        if not all(map(math.isfinite, losses)):
+            raise UserError(f"step {self.counters['step']}: the validation loss is {losses}; the last good checkpoint is "
+                            f"kept. Try a lower --learning_rate (now {config.learning_rate})")
+        best = self.counters["best_val_losses"] or losses
+        self.counters |= {"val_losses": losses, "best_val_losses": [min(pair) for pair in zip(best, losses)]}
+        return {"step": self.counters["step"], "val_losses": losses}
+
+    def save(self) -> None:
+        if self.processes.rank == 0:
+            save_checkpoint(self.folder, self.identity | self.counters | {
+                "model": self.model.state_dict(), "scaler": self.scaler.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]})
+
+
+def check(config: TrainConfig, model_config: GPTConfig, lengths: dict[str, int]) -> None:
+    """UserError where settings, data and output folder do not go together."""
+    folder, shortest = Path(config.out_dir), min(lengths.values())
+    if shortest <= model_config.block_size:
+        way_out = f"at most --block_size={shortest - 1}" if shortest > 2 else "prepare a longer text"
+        raise UserError(f"--block_size={model_config.block_size}: each split needs one token more, {config.dataset} has "
+                        f"{lengths['train']} and {lengths['val']}: {way_out}")
+    if model_config.fusion == "none" and config.pass_mix[0] < 1:
+        raise UserError(f"--pass_mix={list(config.pass_mix)} has multi-pass steps, which need a fusion, and "
+                        "--fusion=none; give --pass_mix=1")
+    there = [name for name in ("ckpt.pt", "log.jsonl") if (folder / name).exists()]
+    if there and not (config.resume or config.overwrite):
+        raise UserError(f"{folder} already holds a run ({', '.join(there)}): --resume it, --overwrite it, "
+                        "or choose another --out_dir")
+
+
+def check_same_run(saved: dict, identity: dict, folder: Path) -> None:
+    """UserError where the run in `folder` is not the one that these settings and data describe."""
+    if saved["dataset"] != identity["dataset"]:
+        raise UserError(f"--resume: the dataset was prepared again since {folder} began; prepare the same text, "
+                        "or start anew with --overwrite")
+    for part in ("model_config", "train_config"):
+        for name, theirs in saved[part].items():
+            ours = identity[part][name]
+            if ours != theirs and name not in FREE_ON_RESUME:
+                raise UserError(f"--resume: {key(name)} is {theirs} in {folder} and {ours} here; give the settings it "
+                                f"began with (--{key(name)}={theirs}), or start anew with --overwrite")
+
+
+class Log:
+    """out/<run>/log.jsonl, and the same for people: a progress bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, run: Run):
+        self.file, self.every, self.active = run.folder / "log.jsonl", run.config.log_interval, run.processes.rank == 0
+        step, on_terminal = run.counters["step"], sys.stderr.isatty()
+        self.bar = tqdm(total=run.config.max_iters, initial=step, unit="step", disable=not (self.active and on_terminal))
+        if self.active:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            if run.config.overwrite:
+                (run.folder / "ckpt.pt").unlink(missing_ok=True)
+            lines = self.file.read_text().splitlines(keepends=True) if run.config.resume and self.file.exists() else []
+            # Lines after the checkpoint's step (the last may be torn) tell of steps that will be done again.
+            self.file.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step))
+            self.say(f"{run.folder}: {sum(p.numel() for p in run.model.parameters()):,} parameters, step {step} of "
+                     f"{run.config.max_iters}, {run.device}, {str(run.dtype).removeprefix('torch.')}")
+
+    def say(self, text: str) -> None:
+        if self.active:
+            tqdm.write(text)
+
+    def write(self, entry: dict) -> None:
+        if self.active:
+            with open(self.file, "a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def trained(self, entry: dict) -> None:
+        self.bar.update()
+        if self.every and entry["step"] % self.every == 0:
+            self.write(entry)
+            losses = " ".join(f"{loss:.3f}" for loss in entry["losses"])
+            self.bar.set_postfix_str(f"loss {losses}")
+            if self.bar.disable:
+                self.say(f"step {entry['step']:6d}  loss {losses:24s} lr {entry['lr']:.2e}  norm {entry['grad_norm']:.2f}  "
+                         f"{entry['tokens_per_second']:,} tokens/s")
+
+    def evaluated(self, entry: dict) -> None:
+        self.write(entry)
+        self.say(f"step {entry['step']:6d}  validation loss by pass: " + " ".join(f"{x:.4f}" for x in entry["val_losses"]))
+
+
+def train(config: TrainConfig, model_config: GPTConfig, stop: Callable[[int], bool] = lambda step: False) -> dict:
+    """A run from its start or checkpoint to its end, or until stop(steps done) or a signal: then it saves and returns.
+
+    Returns the checkpoint's counters ("step", "tokens", "val_losses", ...) and "finished".
+    """
+    current = Run(config, model_config)
+    try:
+        with stop_on_signals() as signals:
+            log, step, halt = Log(current), current.counters["step"], False
+            if config.eval_iters and not config.resume:
+                log.evaluated(current.evaluate())
+            while step < config.max_iters and not halt:
+                entry = current.train_step()
+                log.trained(entry)
+                step = entry["step"]
+                halt = current.processes.any(bool(signals) or stop(step))
+                due = step == config.max_iters or config.eval_interval and step % config.eval_interval == 0
+                if due and config.eval_iters:
+                    log.evaluated(current.evaluate())
+                if due or halt:
+                    current.save()
+            if config.max_iters == 0:
+                current.save()
+            finished = step >= config.max_iters
+            log.bar.close()
+            log.say(f"{'finished' if finished else 'stopped'} at step {step}; saved in {current.folder}/ckpt.pt"
+                    + ("" if finished else "; go on with --resume"))
+            return current.counters | {"finished": finished}
+    finally:
+        current.processes.close()
+
+
+def main(argv: list[str]) -> int:
+    config, model_config, files = parse(argv, TrainConfig, GPTConfig, doc=__doc__)
+    name = Path(files[0]).stem if files else "default"
+    result = train(replace(config, out_dir=config.out_dir or f"out/{name}"), model_config)
+    return 0 if result["finished"] else 130
+
+
+if __name__ == "__main__":
+    run(main)
