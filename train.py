@@ -119,6 +119,11 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.learning_rate * min(warm, cool, 1.0)
 
 
+def even_starts(tokens: np.ndarray, n_windows: int, block_size: int) -> np.ndarray:
+    """Where n_windows evenly spaced windows of a split begin; fewer where it is too short for as many."""
+    return np.unique(np.linspace(0, len(tokens) - block_size - 1, n_windows).astype(np.int64))
+
+
 def windows(tokens: np.ndarray, starts: np.ndarray, block_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Tokens and next tokens, each (B, block_size), of the windows that begin at starts (B,)."""
     rows = torch.from_numpy(tokens[starts[:, None] + np.arange(block_size + 1)].astype(np.int64)).to(device)
@@ -131,7 +136,7 @@ def evaluate(model: GPT, tokens: np.ndarray, n_windows: int, n_passes: int, batc
     The same number for the same weights whenever and wherever it runs: it draws nothing.
     """
     block_size, device = model.config.block_size, model.embedding.weight.device
-    starts = np.unique(np.linspace(0, len(tokens) - block_size - 1, n_windows).astype(np.int64))
+    starts = even_starts(tokens, n_windows, block_size)
     was_training, total = model.training, np.zeros(n_passes)
     model.eval()
     with torch.no_grad():

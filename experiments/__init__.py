@@ -1,0 +1,1 @@
+"""One module per figure: `python -m experiments.NAME`, which prints a table and writes results/NAME.json and .png."""

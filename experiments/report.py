@@ -1,0 +1,83 @@
+"""What every experiment shares: its checkpoints and held-out windows, its table, and its JSON file and figure."""
+
+import datetime
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from checkpoint import load_model
+from configurator import UserError, setting
+from machine import pick_device
+from model import GPT
+from prepare import load_meta, load_tokens
+from train import even_starts, windows
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that every experiment has; each adds its own in a subclass."""
+
+    seed: int = setting(1, "of whatever is drawn")
+    n_windows: int = setting(120, "evenly spaced windows of the validation split")
+    device: str = setting("auto", "auto, cpu, cuda, mps")
+    data_dir: str = setting("data", "where prepare.py wrote")
+    results_dir: str = setting("results", "where NAME.json and NAME.png go")
+
+    def __post_init__(self):
+        if self.seed < 0 or self.n_windows < 1:
+            raise ValueError(f"seed={self.seed} must not be negative, n_windows={self.n_windows} be at least 1")
+
+
+def load(path: str, settings: Settings) -> tuple[GPT, dict, np.ndarray]:
+    """A model in eval mode on its device, its checkpoint, and its validation tokens. UserError for other data."""
+    model, checkpoint = load_model(path, pick_device(settings.device))
+    folder = Path(settings.data_dir) / checkpoint["train_config"]["dataset"]
+    meta = load_meta(folder)
+    if (meta["sha256"], meta["tokenizer"]) != (checkpoint["dataset"]["sha256"], checkpoint["tokenizer"]):
+        raise UserError(f"{folder} was prepared from another text than {path} was trained on; prepare that text again")
+    return model, checkpoint, load_tokens(folder, "val", meta)
+
+
+def held_out(model: GPT, tokens: np.ndarray, n_windows: int) -> tuple[Tensor, Tensor]:
+    """Tokens and next tokens (n_windows or fewer, block_size) of evenly spaced windows, on the model's device."""
+    block_size = model.config.block_size
+    return windows(tokens, even_starts(tokens, n_windows, block_size), block_size, model.embedding.weight.device)
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A Markdown table, its columns aligned; floats with four significant digits."""
+    text = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in [list(header), *rows]]
+    widths = [max(map(len, column)) for column in zip(*text, strict=True)]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in text]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def save(name: str, settings: Settings, began: float, numbers: dict, draw: Callable[[Any], None]) -> None:
+    """Writes results_dir/name.json (the numbers, and how they came about) and name.png, which draw(figure) fills.
+
+    began: time.perf_counter() of the start.
+    """
+    from matplotlib.figure import Figure
+
+    folder = Path(settings.results_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    device = pick_device(settings.device)
+    how = {"command": f"python -m experiments.{name} " + " ".join(sys.argv[1:]), "settings": asdict(settings),
+           "commit": commit.stdout.strip() or "unknown", "device": str(device), "torch": torch.__version__,
+           "date": datetime.date.today().isoformat(), "seconds": round(time.perf_counter() - began, 1)}
+    (folder / f"{name}.json").write_text(json.dumps(how | numbers, indent=1) + "\n")
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    draw(figure)
+    figure.savefig(folder / f"{name}.png", dpi=110)
+    print(f"wrote {folder}/{name}.json and {name}.png")

@@ -1,0 +1,213 @@
+"""Text from a checkpoint, decoded in up to three modes (Listing 2 of the paper).
+
+    python sample.py out/demo                                  all modes: one prompt and seed, the texts compared
+    python sample.py out/demo --mode=soft --prompt="Return the" --num_samples=3
+    python sample.py out/demo --mode=fused --prompt_file=question.txt --prefill_passes=4 > answer.txt
+
+Standard feeds the sampled token back, Soft also the state that it was sampled from; Fused reads the prompt once more,
+with fused inputs, and goes on as Soft. CHECKPOINT is a run's folder or a checkpoint file and all that is needed.
+
+What the model sees follows one rule in all modes. Of a long prompt the last block_size tokens are read. When the cache
+holds block_size positions, the stack re-reads the last half block of the inputs that it was fed, and goes on. An empty
+prompt stands for a newline (with GPT-2's tokenizer: end of text), or the first symbol of a vocabulary without newline.
+
+Statistics go to stderr; with --mode=all they are a part of the report on stdout. The mean log-probability is that of
+the sampled tokens under the model itself, before temperature and top-k, in nats a token; the time includes the prompt's.
+"""
+
+import codecs
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from checkpoint import known_runs, load_model
+from configurator import UserError, parse, run, setting
+from machine import pick_device
+from model import GPT, Mode, greedy
+from tokenizer import CharTokenizer, GPT2Tokenizer, make_tokenizer
+
+Tokenizer = CharTokenizer | GPT2Tokenizer
+AROUND = 10  # tokens shown before and after the place where two texts part
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """What to decode and how. ValueError, naming the field, for what cannot be."""
+
+    mode: Literal["standard", "soft", "fused", "all"] = setting("all", "standard, soft, fused, or all, compared")
+    prompt: str = setting("", "the text to go on from")
+    prompt_file: str = setting("", "a UTF-8 file that holds it")
+    num_samples: int = setting(1, "texts, decoded in one batch; a single one appears as it is drawn")
+    max_new_tokens: int = setting(300, "tokens to draw for each text; 0: the prompt alone")
+    temperature: float = setting(0.8, "1: as the model says; lower: likelier tokens; 0: the likeliest")
+    top_k: int = setting(0, "draw among this many likeliest tokens only; 0, or more than there are: all")
+    seed: int = setting(1, "of the draws, the same in every mode")
+    prefill_passes: int = setting(1, "fused: passes over the prompt after the plain one")
+    tol: float = setting(0.0, "fused: end these passes once the states change by less than this share; 0: do them all")
+    device: str = setting("auto", "auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps")
+
+    def __post_init__(self):
+        sampler(self.temperature, self.top_k)  # the rules of these two
+        fused = self.mode in ("fused", "all")
+        rules = (
+            ("prompt_file", not (self.prompt and self.prompt_file), "left out where --prompt is given, or the reverse"),
+            ("num_samples", self.num_samples >= 1, "at least 1"),
+            ("max_new_tokens", self.max_new_tokens >= 0, "positive, or 0 for the prompt alone"),
+            ("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
+            ("prefill_passes", self.prefill_passes >= 1, "at least 1; --mode=soft is fused without such passes"),
+            ("prefill_passes", fused or self.prefill_passes == 1, "left out: only --mode=fused re-reads the prompt"),
+            ("tol", 0 <= self.tol < float("inf"), "a positive number, or 0 for all passes"),
+            ("tol", not self.tol or fused and self.prefill_passes > 1, "left out where there are no passes to cut short"),
+        )
+        for name, holds, rule in rules:
+            if not holds:
+                raise ValueError(f"--{name}={getattr(self, name)} must be {rule}")
+
+
+def sampler(temperature: float = 1.0, top_k: int = 0, generator: torch.Generator | None = None) \
+        -> Callable[[Tensor], Tensor]:
+    """A `pick` for GPT.generate: logits (B, V) -> tokens (B,), drawn independently for each row.
+
+    temperature 0 is greedy, top_k 0 keeps all symbols; ValueError for what is neither that nor positive. The draws are
+    made in float64 on the CPU, as `generator` must be, so that a seed means the same everywhere.
+    """
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"--temperature={temperature} must be a positive number, or 0 for the likeliest token")
+    if top_k < 0:
+        raise ValueError(f"--top_k={top_k} must be positive, or 0 for all symbols")
+    if temperature == 0:
+        return greedy
+
+    def pick(logits: Tensor) -> Tensor:
+        scaled = logits.cpu().double()  # (B, V)
+        scaled = (scaled - scaled.amax(-1, keepdim=True)) / temperature  # at most 0: no overflow at 1e-8
+        if 0 < top_k < scaled.size(-1):
+            best = scaled.topk(top_k)  # (B, top_k): exactly that many, also where logits are equal
+            scaled = torch.full_like(scaled, -torch.inf).scatter(1, best.indices, best.values)
+        return torch.multinomial(scaled.softmax(-1), 1, generator=generator)[:, 0].to(logits.device)  # (B,)
+
+    return pick
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What one mode drew: token ids [num_samples][max_new_tokens], their mean log-probability in nats, the seconds."""
+
+    rows: list[list[int]]
+    log_prob: float
+    seconds: float
+
+    def __str__(self) -> str:
+        n = sum(map(len, self.rows))
+        return f"{n:,} tokens, {n / self.seconds:,.0f} tokens/s, mean log-probability {self.log_prob:.4f}" if n else "0 tokens"
+
+
+def sample(model: GPT, tokenizer: Tokenizer, text: str, idx: Tensor, mode: Mode, config: SampleConfig) -> Drawn:
+    """Goes on from the prompt, its text and its tokens idx (B, T), in one mode, and prints both on stdout.
+
+    A single text is printed as it is drawn, several when they are done.
+    """
+    single, columns, log_prob = len(idx) == 1, [], 0.0
+    characters = codecs.getincrementaldecoder("utf-8")(errors="replace")  # GPT-2's tokens may cut a character in two
+    print(text if single else "", end="", flush=True)
+    pick = sampler(config.temperature, config.top_k, torch.Generator().manual_seed(config.seed))
+    prefill = {"prefill_passes": config.prefill_passes, "tol": config.tol} if mode == "fused" else {}
+    began = time.perf_counter()
+    for token, log_probs in tqdm(model.generate(idx, config.max_new_tokens, mode, pick, **prefill), desc=mode,
+                                 total=config.max_new_tokens, leave=False, disable=single or None):  # None: on a terminal
+        columns.append(token.tolist())
+        log_prob += log_probs.mean().item() / config.max_new_tokens
+        if single:
+            print(characters.decode(tokenizer.decode_bytes(columns[-1])), end="", flush=True)
+    seconds = time.perf_counter() - began
+    rows = [[column[row] for column in columns] for row in range(len(idx))]
+    print(characters.decode(b"", final=True) if single else "\n---\n".join(text + tokenizer.decode(row) for row in rows))
+    return Drawn(rows, log_prob, seconds)
+
+
+def departure(tokenizer: Tokenizer, rows: list[list[int]], standard: list[list[int]]) -> str:
+    """Where the first of the texts leaves Standard's: the new token's number, from 1, and both texts around it."""
+    parts = [(n, row) for row, pair in enumerate(zip(rows, standard, strict=True))
+             for n, (ours, theirs) in enumerate(zip(*pair, strict=True)) if ours != theirs]
+    if not parts:
+        return "same text as Standard"
+    n, row = min(parts)
+    ours, theirs = (repr(tokenizer.decode(ids[row][max(n - AROUND, 0):n + AROUND])) for ids in (rows, standard))
+    of_sample = f" of sample {row + 1}" if len(rows) > 1 else ""
+    return f"departs from Standard at token {n + 1}{of_sample}: {ours}, there {theirs}"
+
+
+def read_prompt(config: SampleConfig, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    """The prompt's text and token ids, at least one; UserError when it cannot be read or encoded."""
+    source, text = ("--prompt", config.prompt)
+    if config.prompt_file:
+        source = f"--prompt_file={config.prompt_file}"
+        try:
+            text = Path(config.prompt_file).read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{source}: not UTF-8 text (byte {error.start}); convert it to UTF-8") from None
+        except OSError as error:
+            raise UserError(f"{source}: {error.strerror}; name a text file") from None
+    try:
+        ids = tokenizer.encode(text)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+    start = tokenizer.decode([tokenizer.start_token])
+    if not ids and tokenizer.spec["kind"] == "char" and start != "\n":
+        notice(f"the vocabulary has no newline; the empty prompt stands for its first symbol, {start!r}")
+    return text, ids or [tokenizer.start_token]
+
+
+def usable_modes(config: SampleConfig, checkpoint: dict, path: str) -> tuple[Mode, ...]:
+    """The modes to decode in; UserError, saying how to train it, where latent feedback was not trained."""
+    modes = get_args(Mode) if config.mode == "all" else (config.mode,)
+    has_fusion = checkpoint["model_config"]["fusion"] != "none"
+    if modes == ("standard",) or has_fusion and checkpoint["feedback_steps"]:
+        return modes
+    problem = (f"{path} never trained latent feedback; train it on: python train.py CONFIG.toml --out_dir=out/NEW "
+               f"--init_from={shlex.quote(path)} --pass_mix=0,0,1{'' if has_fusion else ' --fusion=gated'}")
+    if config.mode != "all":
+        raise UserError(f"--mode={config.mode}: {problem}")
+    notice(f"Standard only: {problem}")
+    return ("standard",)
+
+
+def notice(text: str) -> None:
+    print(f"sample.py: {text}", file=sys.stderr)
+
+
+def main(argv: list[str]) -> None:
+    config, words = parse(argv, SampleConfig, doc=__doc__, positional="checkpoint")
+    if len(words) != 1:
+        given = f"got {', '.join(words)} (quote a prompt of several words)" if words else f"there are: {known_runs()}"
+        raise UserError(f"name one checkpoint, as in: python sample.py out/demo; {given}")
+    model, checkpoint = load_model(words[0], pick_device(config.device))
+    modes = usable_modes(config, checkpoint, words[0])
+    tokenizer = make_tokenizer(checkpoint["tokenizer"])
+    text, ids = read_prompt(config, tokenizer)
+    if len(ids) > model.config.block_size:
+        notice(f"the prompt has {len(ids):,} tokens; its last {model.config.block_size} (block_size) are read")
+    idx = torch.tensor([ids], device=model.embedding.weight.device).expand(config.num_samples, -1)  # (B, T)
+    drawn: dict[Mode, Drawn] = {}
+    for mode in modes:
+        if config.mode == "all":
+            print(f"=== {mode.capitalize()}")
+        drawn[mode] = sample(model, tokenizer, text, idx, mode, config)
+        if config.mode != "all":
+            notice(f"{mode}: {drawn[mode]}")
+        elif mode == "standard":
+            print(f"[{drawn[mode]}]\n")
+        else:
+            print(f"[{drawn[mode]}; {departure(tokenizer, drawn[mode].rows, drawn['standard'].rows)}]\n")
+
+
+if __name__ == "__main__":
+    run(main)
