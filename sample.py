@@ -12,7 +12,7 @@ holds block_size positions, the stack re-reads the last half block of the inputs
 prompt stands for a newline (with GPT-2's tokenizer: end of text), or the first symbol of a vocabulary without newline.
 
 Statistics go to stderr; with --mode=all they are a part of the report on stdout. The mean log-probability is that of
-the sampled tokens under the model itself, before temperature and top-k, in nats a token; the time includes the prompt's.
+the sampled tokens under the model itself, before temperature and top-k, in nats a token; times include the prompt's.
 """
 
 import codecs
@@ -65,7 +65,7 @@ class SampleConfig:
             ("prefill_passes", self.prefill_passes >= 1, "at least 1; --mode=soft is fused without such passes"),
             ("prefill_passes", fused or self.prefill_passes == 1, "left out: only --mode=fused re-reads the prompt"),
             ("tol", 0 <= self.tol < float("inf"), "a positive number, or 0 for all passes"),
-            ("tol", not self.tol or fused and self.prefill_passes > 1, "left out where there are no passes to cut short"),
+            ("tol", not self.tol or fused and self.prefill_passes > 1, "left out: there are no passes to cut short"),
         )
         for name, holds, rule in rules:
             if not holds:
@@ -97,40 +97,29 @@ def sampler(temperature: float = 1.0, top_k: int = 0, generator: torch.Generator
     return pick
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """What one mode drew: token ids [num_samples][max_new_tokens], their mean log-probability in nats, the seconds."""
+def sample(model: GPT, tokenizer: Tokenizer, prompt: tuple[str, Tensor], mode: Mode, config: SampleConfig) \
+        -> tuple[list[list[int]], str]:
+    """Goes on from the prompt, its text and tokens (B, T), in one mode -> each row's new tokens, and statistics.
 
-    rows: list[list[int]]
-    log_prob: float
-    seconds: float
-
-    def __str__(self) -> str:
-        n = sum(map(len, self.rows))
-        return f"{n:,} tokens, {n / self.seconds:,.0f} tokens/s, mean log-probability {self.log_prob:.4f}" if n else "0 tokens"
-
-
-def sample(model: GPT, tokenizer: Tokenizer, text: str, idx: Tensor, mode: Mode, config: SampleConfig) -> Drawn:
-    """Goes on from the prompt, its text and its tokens idx (B, T), in one mode, and prints both on stdout.
-
-    A single text is printed as it is drawn, several when they are done.
+    Prints all on stdout: a single text as it is drawn, several when they are done.
     """
+    text, idx = prompt
     single, columns, log_prob = len(idx) == 1, [], 0.0
     characters = codecs.getincrementaldecoder("utf-8")(errors="replace")  # GPT-2's tokens may cut a character in two
-    print(text if single else "", end="", flush=True)
     pick = sampler(config.temperature, config.top_k, torch.Generator().manual_seed(config.seed))
     prefill = {"prefill_passes": config.prefill_passes, "tol": config.tol} if mode == "fused" else {}
+    print(text if single else "", end="", flush=True)
     began = time.perf_counter()
-    for token, log_probs in tqdm(model.generate(idx, config.max_new_tokens, mode, pick, **prefill), desc=mode,
-                                 total=config.max_new_tokens, leave=False, disable=single or None):  # None: on a terminal
+    steps = model.generate(idx, config.max_new_tokens, mode, pick, **prefill)
+    for token, log_probs in tqdm(steps, mode, config.max_new_tokens, leave=False, disable=single or None):
         columns.append(token.tolist())
         log_prob += log_probs.mean().item() / config.max_new_tokens
         if single:
             print(characters.decode(tokenizer.decode_bytes(columns[-1])), end="", flush=True)
-    seconds = time.perf_counter() - began
+    seconds, n = time.perf_counter() - began, len(columns) * len(idx)
     rows = [[column[row] for column in columns] for row in range(len(idx))]
-    print(characters.decode(b"", final=True) if single else "\n---\n".join(text + tokenizer.decode(row) for row in rows))
-    return Drawn(rows, log_prob, seconds)
+    print(characters.decode(b"", True) if single else "\n---\n".join(text + tokenizer.decode(row) for row in rows))
+    return rows, f"{n:,} tokens, {n / seconds:,.0f} tokens/s, mean log-probability {log_prob:.4f}" if n else "0 tokens"
 
 
 def departure(tokenizer: Tokenizer, rows: list[list[int]], standard: list[list[int]]) -> str:
@@ -140,14 +129,14 @@ def departure(tokenizer: Tokenizer, rows: list[list[int]], standard: list[list[i
     if not parts:
         return "same text as Standard"
     n, row = min(parts)
-    ours, theirs = (repr(tokenizer.decode(ids[row][max(n - AROUND, 0):n + AROUND])) for ids in (rows, standard))
+    ours, theirs = (tokenizer.decode(ids[row][max(n - AROUND, 0):n + AROUND]) for ids in (rows, standard))
     of_sample = f" of sample {row + 1}" if len(rows) > 1 else ""
-    return f"departs from Standard at token {n + 1}{of_sample}: {ours}, there {theirs}"
+    return f"departs from Standard at token {n + 1}{of_sample}: {ours!r}, there {theirs!r}"
 
 
 def read_prompt(config: SampleConfig, tokenizer: Tokenizer) -> tuple[str, list[int]]:
     """The prompt's text and token ids, at least one; UserError when it cannot be read or encoded."""
-    source, text = ("--prompt", config.prompt)
+    source, text = "--prompt", config.prompt
     if config.prompt_file:
         source = f"--prompt_file={config.prompt_file}"
         try:
@@ -196,17 +185,16 @@ def main(argv: list[str]) -> None:
     if len(ids) > model.config.block_size:
         notice(f"the prompt has {len(ids):,} tokens; its last {model.config.block_size} (block_size) are read")
     idx = torch.tensor([ids], device=model.embedding.weight.device).expand(config.num_samples, -1)  # (B, T)
-    drawn: dict[Mode, Drawn] = {}
+    drawn: dict[Mode, list[list[int]]] = {}
     for mode in modes:
         if config.mode == "all":
             print(f"=== {mode.capitalize()}")
-        drawn[mode] = sample(model, tokenizer, text, idx, mode, config)
-        if config.mode != "all":
-            notice(f"{mode}: {drawn[mode]}")
-        elif mode == "standard":
-            print(f"[{drawn[mode]}]\n")
+        drawn[mode], statistics = sample(model, tokenizer, (text, idx), mode, config)
+        if config.mode == "all":
+            against = "" if mode == "standard" else f"; {departure(tokenizer, drawn[mode], drawn['standard'])}"
+            print(f"[{statistics}{against}]\n")
         else:
-            print(f"[{drawn[mode]}; {departure(tokenizer, drawn[mode].rows, drawn['standard'].rows)}]\n")
+            notice(f"{mode}: {statistics}")
 
 
 if __name__ == "__main__":
