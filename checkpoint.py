@@ -12,10 +12,12 @@ from pathlib import Path
 
 import torch
 
-from configurator import UserError
+from configurator import UserError, key
 from model import GPT, GPTConfig
 
 FORMAT = "nanofbt-1"
+FREE_ON_RESUME = {"resume", "overwrite", "out_dir", "data_dir", "init_from", "max_iters", "eval_interval", "eval_iters",
+                  "eval_passes", "log_interval", "device", "compile"}  # what a resumed run may set anew
 
 
 def save_checkpoint(folder: Path, checkpoint: dict) -> None:
@@ -81,3 +83,16 @@ def initial_weights(model: GPT, path: str, tokenizer: dict) -> None:
     if checkpoint["model_config"]["fusion"] != model.config.fusion:
         weights = {name: weight for name, weight in weights.items() if not name.startswith("fusion.")}
     model.load_state_dict(model.state_dict() | weights)
+
+
+def check_same_run(saved: dict, identity: dict, folder: Path) -> None:
+    """UserError where the run in `folder` is not the one that these settings and this dataset describe."""
+    if any(saved["dataset"][name] != identity["dataset"][name] for name in ("sha256", "tokenizer", "train_tokens")):
+        raise UserError(f"--resume: the dataset was prepared otherwise since {folder} began; prepare the same text, "
+                        "or start anew with --overwrite")
+    for part in ("model_config", "train_config"):
+        for name, theirs in saved[part].items():
+            ours = identity[part][name]
+            if ours != theirs and name not in FREE_ON_RESUME:
+                raise UserError(f"--resume: {key(name)} is {theirs} in {folder} and {ours} here; give the settings it "
+                                f"began with (--{key(name)}={theirs}), or start anew with --overwrite")

@@ -297,8 +297,8 @@ def script(tmp_path):
 def test_help(script):
     done = script("--help")
     assert (done.returncode, done.stderr) == (0, "")
-    for part in ("What it does:\n\n    an example", "--steps VALUE", "how many, 100% of them (default: 5)", "--lambda VALUE",
-                 "config"):
+    for part in ("What it does:\n\n    an example", "--steps VALUE", "how many, 100% of them (default: 5)",
+                 "--lambda VALUE", "config"):
         assert part in done.stdout
     assert "lambda_" not in done.stdout and "None" not in done.stdout
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import model as model_file
-from model import GPT, Feedback, Fusion, GPTConfig, KVCache, objective, prefix_mask, sampler
+from model import GPT, Feedback, Fusion, GPTConfig, KVCache, objective, prefix_mask
+from sample import sampler
 
 HERE = Path(__file__).parent
 SHAPE = dict(vocab_size=13, block_size=8, n_layer=2, n_head=4, n_embd=16, n_kv_head=2, n_hidden=24)
@@ -725,15 +726,17 @@ def test_tol_stops_once_every_row_has_settled():
     states = naive_passes(model, idx, 12, n_plain=2)
     changes = [[((after[row] - before[row]).square().sum() / after[row].square().sum()).sqrt() for row in range(6)]
                for before, after in itertools.pairwise(states)]  # of passes 2, 3, ...
-    for tol in (0.5, 0.1, 0.03, 0.01, 1e-3):
+    limits = [float(max(change)) for change in changes[:5]]  # a hair above and under what each pass just reaches
+    for tol in (0.5, 0.1, 1e-3, *(1.0001 * limit for limit in limits), *(0.9999 * limit for limit in limits)):
         by_row = [next(k for k, change in enumerate(changes, start=2) if change[row] <= tol) for row in range(6)]
+        expected = next(k for k, change in enumerate(changes, start=2) if max(change) <= tol)
         cache, h = model.reconstruct(idx, 2, 30, tol)
-        assert cache.passes == max(by_row)
-        close(h, states[max(by_row) - 1])  # the states of the last pass, and their cache
+        assert cache.passes == expected
+        close(h, states[expected - 1])  # the states of the last pass, and their cache
         close(cache.k, naive_stack(model, cache.u)[1])
         assert model.reconstruct(idx, 2, 2, tol)[0].passes == 2  # never more than k
-        cases.add((min(by_row), max(by_row)))
-    assert len(cases) > 2 and any(first < last for first, last in cases)  # the cases tell rows and tols apart
+        cases.add((min(by_row), expected))
+    assert len(cases) > 3 and any(first < last for first, last in cases)  # the cases tell rows and tols apart
 
 
 def test_tol_zero_never_stops_and_prefill_hands_tol_on():
@@ -789,8 +792,11 @@ def test_calls_leak_no_state_into_each_other():
         assert all(torch.equal(x, y) for left, right in zip(alone, other) for x, y in zip(left, right))
 
 
-def test_generate_leaves_gradients_and_training_as_they_were():
+def test_decoding_keeps_no_graph_and_leaves_the_training_mode_as_it_was():
     model, prompt = make().train(), tokens(B, 5)
+    cache, h = model.prefill(prompt, "fused")
+    after = model.decode_step(prompt[:, :1], h, cache, "fused")
+    assert not any(tensor.requires_grad for tensor in (h, after, cache.k, cache.v, cache.u))
     steps = model.generate(prompt, 3, "soft")
     for _, logp in steps:
         assert torch.is_grad_enabled() and not logp.requires_grad
@@ -824,19 +830,19 @@ def test_unknown_modes_and_pass_counts_are_refused():
 def test_temperature_zero_is_greedy_whatever_the_seed():
     logits = torch.randn(50, V)
     for pick in (sampler(0.0), sampler(0, generator=torch.Generator().manual_seed(1)), sampler(0.0, top_k=3),
-                 sampler(1e-8), sampler(1e-30), sampler(1.0, top_k=1)):
+                 sampler(1e-8), sampler(1e-38), sampler(1e-310), sampler(1.0, top_k=1)):
         assert torch.equal(pick(logits), logits.argmax(-1))
         assert torch.equal(pick(1e4 * logits), logits.argmax(-1))  # no overflow
 
 
 @pytest.mark.parametrize("temperature", [-1.0, -1e-9, math.nan, math.inf, -math.inf])
 def test_other_temperatures_are_refused(temperature):
-    with pytest.raises(ValueError, match="^temperature="):
+    with pytest.raises(ValueError, match="temperature="):
         sampler(temperature)
 
 
 def test_negative_top_k_is_refused_and_large_top_k_keeps_all():
-    with pytest.raises(ValueError, match="^top_k=-1 "):
+    with pytest.raises(ValueError, match="top_k=-1 "):
         sampler(top_k=-1)
     logits = torch.randn(100, V)
     draws = [sampler(top_k=k, generator=torch.Generator().manual_seed(5))(logits) for k in (0, V, V + 1, 10 ** 9)]
@@ -884,6 +890,7 @@ def test_log_probabilities_are_before_temperature_and_top_k(mode):
 # Other number types, and the house
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_bfloat16_stays_near_float32():
     model, idx = make(double=False), tokens(B, T)
     exact = model(idx, idx, 3)

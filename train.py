@@ -22,15 +22,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import initial_weights, load_checkpoint, save_checkpoint
+from checkpoint import check_same_run, initial_weights, load_checkpoint, save_checkpoint
 from configurator import UserError, key, parse, run, setting
 from machine import Processes, compiled, pick_device, pick_dtype, stop_on_signals
 from model import GPT, Feedback, GPTConfig, objective
 from prepare import load_meta, load_tokens
 
-BATCH, PASSES, MIXIN, NOISE, INIT = range(5)  # the purposes of random numbers
-FREE_ON_RESUME = {"resume", "overwrite", "out_dir", "data_dir", "init_from", "max_iters", "eval_interval", "eval_iters",
-                  "eval_passes", "log_interval", "device", "compile"}
+draw = np.random.default_rng  # of (seed, purpose, step, micro-batch)
+BATCH, PASSES, MIXIN, NOISE, INIT = range(5)  # the purposes
 COUNTERS = {"step": 0, "tokens": 0, "compute_tokens": 0, "feedback_steps": 0, "seconds": 0.0, "val_losses": [],
             "best_val_losses": []}
 
@@ -73,43 +72,34 @@ class TrainConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "pass_mix", tuple(self.pass_mix))
-        for name in ("batch_size", "grad_accum", "eval_passes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("seed", "max_iters", "warmup_iters", "eval_interval", "eval_iters", "log_interval", "weight_decay",
-                     "grad_clip", "jitter", "lambda_", "learning_rate"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{key(name)}={getattr(self, name)} must not be negative")
-        for name in ("cooldown", "prefix_mixin", "beta1", "beta2"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be from 0 to 1")
+        for low, high, names in (
+            (1, math.inf, "batch_size grad_accum eval_passes"),
+            (0, math.inf, "seed max_iters warmup_iters eval_interval eval_iters log_interval"),
+            (0, math.inf, "lambda_ jitter learning_rate weight_decay grad_clip"),
+            (0, 1, "cooldown prefix_mixin beta1 beta2"),
+        ):
+            for name in names.split():
+                if not low <= getattr(self, name) <= high or math.isinf(getattr(self, name)):
+                    raise ValueError(f"{key(name)}={getattr(self, name)} must be a number from {low} to {high}")
         if not all(share >= 0 for share in self.pass_mix) or abs(sum(self.pass_mix) - 1) > 1e-6:
             raise ValueError(f"pass_mix={list(self.pass_mix)} must be shares of 1, 2, 3, ... passes that sum to 1")
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite exclude each other")
 
 
-# The schedule: functions of (config, step); step counts from 0
-
-def draw(*key: int) -> np.random.Generator:
-    """The random numbers of one purpose at one place: key is (seed, purpose, step, micro-batch)."""
-    return np.random.default_rng(key)
-
-
 def pass_count(config: TrainConfig, step: int) -> int:
     """Forward passes of this step. Staged: the single-pass steps first; interleaved: drawn from the whole mix."""
     mix = np.array(config.pass_mix)
     if not config.interleave:
-        if step < round(mix[0] * config.max_iters) or mix[0] == 1:
+        if step < round(mix[0] * config.max_iters) or not mix[1:].any():
             return 1
         mix[0] = 0
-    return int(draw(config.seed, PASSES, step).choice(len(mix), p=mix / mix.sum())) + 1
+    return int(draw((config.seed, PASSES, step)).choice(len(mix), p=mix / mix.sum())) + 1
 
 
 def feedback_at(config: TrainConfig, step: int) -> Feedback:
     """Jitter, detach, and whether this step mixes plain prefixes in."""
-    mixin = bool(draw(config.seed, MIXIN, step).random() < config.prefix_mixin)
-    return Feedback(config.jitter, config.detach, mixin)
+    return Feedback(config.jitter, config.detach, bool(draw((config.seed, MIXIN, step)).random() < config.prefix_mixin))
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -174,9 +164,9 @@ class Run:
         check(config, model_config, {split: len(tokens) for split, tokens in self.tokens.items()})
         saved = load_checkpoint(self.folder) if config.resume else None
         self.counters: dict[str, Any] = {name: saved[name] if saved else start for name, start in COUNTERS.items()}
-        self.identity = {"model_config": asdict(model_config), "tokenizer": self.meta["tokenizer"], "dataset": self.meta,
-                         "train_config": asdict(config) | {"pass_mix": list(config.pass_mix)}}
-        torch.manual_seed(int(draw(config.seed, INIT).integers(2**62)))
+        self.identity = {"model_config": asdict(model_config), "tokenizer": self.meta["tokenizer"],
+                         "train_config": asdict(config) | {"pass_mix": list(config.pass_mix)}, "dataset": self.meta}
+        torch.manual_seed(int(draw((config.seed, INIT)).integers(2**62)))
         self.model = GPT(model_config)
         if saved:
             check_same_run(saved, self.identity, self.folder)
@@ -202,9 +192,9 @@ class Run:
         k, feedback, rate = pass_count(config, step), feedback_at(config, step), learning_rate(config, step)
         losses = torch.zeros(k, device=self.device)
         for micro in range(config.grad_accum):
-            place = micro * self.processes.size + self.processes.rank  # two processes do what one does in two micro-batches
+            place = micro * self.processes.size + self.processes.rank  # two processes do one's two micro-batches
             idx, targets = self.batch(step, place)
-            torch.manual_seed(int(draw(config.seed, NOISE, step, place).integers(2**62)))  # jitter, prefixes, dropout
+            torch.manual_seed(int(draw((config.seed, NOISE, step, place)).integers(2**62)))  # jitter, prefixes, dropout
             last = micro == config.grad_accum - 1
             with contextlib.nullcontext() if last or self.processes.size == 1 else self.wrapped.no_sync():
                 with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
@@ -217,39 +207,39 @@ class Run:
                 group["lr"] = rate
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip or math.inf)
         losses = self.processes.mean(losses).tolist()
-        if not all(map(math.isfinite, losses)) or not (math.isfinite(norm) or self.scaler.is_enabled()):
-            there = "the last good checkpoint is kept" if (self.folder / "ckpt.pt").exists() else "nothing was saved yet"
-            raise UserError(f"step {step + 1}: the loss is {losses}, the gradient norm {float(norm)}; {there}. "
-                            f"Try a lower --learning_rate (now {config.learning_rate}) or --grad_clip=1")
+        self.require_finite("loss", losses + ([] if self.scaler.is_enabled() else [float(norm)]))
         for optimizer in self.optimizers:
             self.scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
         self.scaler.update()
         tokens, seconds = idx.numel() * config.grad_accum * self.processes.size, time.perf_counter() - began
-        for name, more in {"step": 1, "tokens": tokens, "compute_tokens": tokens * k, "feedback_steps": int(k > 1),
-                           "seconds": seconds}.items():
-            self.counters[name] += more
+        count, more = self.counters, {"step": 1, "tokens": tokens, "compute_tokens": tokens * k, "seconds": seconds}
+        for name, amount in (more | {"feedback_steps": int(k > 1)}).items():
+            count[name] += amount
         return {"step": step + 1, "passes": k, "losses": losses, "lr": rate, "grad_norm": float(norm),
-                "tokens": self.counters["tokens"], "compute_tokens": self.counters["compute_tokens"],
-                "seconds": round(self.counters["seconds"], 3), "tokens_per_second": round(tokens / seconds)}
+                "tokens": count["tokens"], "compute_tokens": count["compute_tokens"],
+                "seconds": round(count["seconds"], 3), "tokens_per_second": round(tokens / seconds)}
 
     def batch(self, step: int, place: int) -> tuple[Tensor, Tensor]:
         """The tokens and next tokens (B, T) of one micro-batch."""
-        tokens, block_size = self.tokens["train"], self.model.config.block_size
-        starts = draw(self.config.seed, BATCH, step, place).integers(0, len(tokens) - block_size, self.config.batch_size)
+        config, tokens, block_size = self.config, self.tokens["train"], self.model.config.block_size
+        starts = draw((config.seed, BATCH, step, place)).integers(len(tokens) - block_size, size=config.batch_size)
         return windows(tokens, starts, block_size, self.device)
 
     def evaluate(self) -> dict:
         """Validation losses -> their log line, kept in the counters too."""
-        config = self.config
-        n_passes = 1 if self.model.fusion is None else config.eval_passes
-        losses = evaluate(self.model, self.tokens["val"], config.eval_iters * config.batch_size, n_passes)
-        if not all(map(math.isfinite, losses)):
-            raise UserError(f"step {self.counters['step']}: the validation loss is {losses}; the last good checkpoint is "
-                            f"kept. Try a lower --learning_rate (now {config.learning_rate})")
+        n_passes, n_rows = 1 if self.model.fusion is None else self.config.eval_passes, self.config.batch_size
+        losses = evaluate(self.model, self.tokens["val"], self.config.eval_iters * n_rows, n_passes, n_rows)
+        self.require_finite("validation loss", losses)
         best = self.counters["best_val_losses"] or losses
         self.counters |= {"val_losses": losses, "best_val_losses": [min(pair) for pair in zip(best, losses)]}
         return {"step": self.counters["step"], "val_losses": losses}
+
+    def require_finite(self, what: str, values: list[float]) -> None:
+        if not all(map(math.isfinite, values)):
+            kept = "the last checkpoint is kept" if (self.folder / "ckpt.pt").exists() else "nothing was saved yet"
+            raise UserError(f"after step {self.counters['step']} the {what} or its gradient is no number ({values}); "
+                            f"{kept}. Try a --learning_rate lower than {self.config.learning_rate}, or --grad_clip=1")
 
     def save(self) -> None:
         if self.processes.rank == 0:
@@ -263,8 +253,8 @@ def check(config: TrainConfig, model_config: GPTConfig, lengths: dict[str, int])
     folder, shortest = Path(config.out_dir), min(lengths.values())
     if shortest <= model_config.block_size:
         way_out = f"at most --block_size={shortest - 1}" if shortest > 2 else "prepare a longer text"
-        raise UserError(f"--block_size={model_config.block_size}: each split needs one token more, {config.dataset} has "
-                        f"{lengths['train']} and {lengths['val']}: {way_out}")
+        raise UserError(f"--block_size={model_config.block_size}: each split needs a token more, and {config.dataset} "
+                        f"has {lengths['train']} and {lengths['val']}: {way_out}")
     if model_config.fusion == "none" and config.pass_mix[0] < 1:
         raise UserError(f"--pass_mix={list(config.pass_mix)} has multi-pass steps, which need a fusion, and "
                         "--fusion=none; give --pass_mix=1")
@@ -274,35 +264,23 @@ def check(config: TrainConfig, model_config: GPTConfig, lengths: dict[str, int])
                         "or choose another --out_dir")
 
 
-def check_same_run(saved: dict, identity: dict, folder: Path) -> None:
-    """UserError where the run in `folder` is not the one that these settings and data describe."""
-    if saved["dataset"] != identity["dataset"]:
-        raise UserError(f"--resume: the dataset was prepared again since {folder} began; prepare the same text, "
-                        "or start anew with --overwrite")
-    for part in ("model_config", "train_config"):
-        for name, theirs in saved[part].items():
-            ours = identity[part][name]
-            if ours != theirs and name not in FREE_ON_RESUME:
-                raise UserError(f"--resume: {key(name)} is {theirs} in {folder} and {ours} here; give the settings it "
-                                f"began with (--{key(name)}={theirs}), or start anew with --overwrite")
-
-
 class Log:
     """out/<run>/log.jsonl, and the same for people: a progress bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, run: Run):
         self.file, self.every, self.active = run.folder / "log.jsonl", run.config.log_interval, run.processes.rank == 0
-        step, on_terminal = run.counters["step"], sys.stderr.isatty()
-        self.bar = tqdm(total=run.config.max_iters, initial=step, unit="step", disable=not (self.active and on_terminal))
+        step, total = run.counters["step"], run.config.max_iters
+        self.bar = tqdm(total=total, initial=step, unit="step", disable=not (self.active and sys.stderr.isatty()))
         if self.active:
             run.folder.mkdir(parents=True, exist_ok=True)
             if run.config.overwrite:
                 (run.folder / "ckpt.pt").unlink(missing_ok=True)
-            lines = self.file.read_text().splitlines(keepends=True) if run.config.resume and self.file.exists() else []
-            # Lines after the checkpoint's step (the last may be torn) tell of steps that will be done again.
-            self.file.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step))
+            old = self.file.read_text() if run.config.resume and self.file.exists() else ""
+            # Lines after the checkpoint's step tell of steps that will be done again; the last one may be torn.
+            kept = [line for line in old.splitlines(True) if line.endswith("\n") and json.loads(line)["step"] <= step]
+            self.file.write_text("".join(kept))
             self.say(f"{run.folder}: {sum(p.numel() for p in run.model.parameters()):,} parameters, step {step} of "
-                     f"{run.config.max_iters}, {run.device}, {str(run.dtype).removeprefix('torch.')}")
+                     f"{total}, {run.device}, {str(run.dtype).removeprefix('torch.')}")
 
     def say(self, text: str) -> None:
         if self.active:
@@ -320,12 +298,13 @@ class Log:
             losses = " ".join(f"{loss:.3f}" for loss in entry["losses"])
             self.bar.set_postfix_str(f"loss {losses}")
             if self.bar.disable:
-                self.say(f"step {entry['step']:6d}  loss {losses:24s} lr {entry['lr']:.2e}  norm {entry['grad_norm']:.2f}  "
-                         f"{entry['tokens_per_second']:,} tokens/s")
+                self.say(f"step {entry['step']:6d}  loss {losses:24s} lr {entry['lr']:.2e}  "
+                         f"norm {entry['grad_norm']:.2f}  {entry['tokens_per_second']:,} tokens/s")
 
     def evaluated(self, entry: dict) -> None:
         self.write(entry)
-        self.say(f"step {entry['step']:6d}  validation loss by pass: " + " ".join(f"{x:.4f}" for x in entry["val_losses"]))
+        losses = " ".join(f"{loss:.4f}" for loss in entry["val_losses"])
+        self.say(f"step {entry['step']:6d}  validation loss by pass: {losses}")
 
 
 def train(config: TrainConfig, model_config: GPTConfig, stop: Callable[[int], bool] = lambda step: False) -> dict:
