@@ -14,6 +14,8 @@ from configurator import UserError
 
 def pick_device(name: str) -> torch.device:
     """The device, `auto` being the fastest that exists. UserError when there is no such device."""
+    if name == "cpu":  # a CPU run asks nothing of CUDA
+        return torch.device("cpu")
     have = (["cuda"] if torch.cuda.is_available() else []) + (["mps"] if torch.backends.mps.is_available() else [])
     have.append("cpu")
     kind, _, index = name.partition(":")

@@ -128,8 +128,7 @@ class Attention(nn.Module):
         self.head_dim = config.n_embd // config.n_head
         kv_dim = config.kv_heads * self.head_dim
         self.q = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.k = nn.Linear(config.n_embd, kv_dim, bias=False)
-        self.v = nn.Linear(config.n_embd, kv_dim, bias=False)
+        self.k, self.v = (nn.Linear(config.n_embd, kv_dim, bias=False) for _ in range(2))
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.q_norm = nn.RMSNorm(self.head_dim, EPS) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, EPS) if config.qk_norm else nn.Identity()
@@ -332,12 +331,12 @@ class GPT(nn.Module):
         idx: prompt (B, T); pick: logits (B, V) -> tokens (B,), e.g. sample.sampler; prefill: the options of `prefill`.
         """
         cache, h = self.prefill(idx, mode, **prefill)
-        for n in range(max_new_tokens):
-            if n:
-                h = self.decode_step(token[:, None], h, cache, mode)
+        for n in range(1, max_new_tokens + 1):
             logits = self.head(h[:, -1]).float()  # (B, V)
             token = pick(logits)  # (B,)
             yield token, logits.log_softmax(-1).gather(1, token[:, None])[:, 0]
+            if n < max_new_tokens:
+                h = self.decode_step(token[:, None], h, cache, mode)
 
 
 def objective(losses: Tensor, lam: float = 1.0) -> Tensor:
