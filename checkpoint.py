@@ -46,17 +46,18 @@ def load_checkpoint(path: str | Path) -> dict:
     """What `save_checkpoint` wrote, on the CPU; path is the file or its folder. UserError for anything else."""
     file = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise UserError(f"no checkpoint at {file}; there are: {known_runs()}. Train one: python train.py config/demo.toml")
+        raise UserError(f"no checkpoint at {file}; there are: {known_runs()}. "
+                        "Train one: python train.py config/demo.toml")
     try:
-        with zipfile.ZipFile(file) as archive:  # what torch.save writes; torch.load does not look at the checksums in it
+        with zipfile.ZipFile(file) as archive:  # what torch.save writes, with checksums that torch.load ignores
             whole = archive.testzip() is None
         checkpoint = torch.load(file, map_location="cpu", weights_only=True) if whole else None
     except (OSError, RuntimeError, EOFError, ValueError, LookupError, zipfile.BadZipFile, zlib.error, struct.error,
             pickle.UnpicklingError):
         checkpoint = None
     if checkpoint is None:
-        raise UserError(f"{file} ({file.stat().st_size} bytes) is no checkpoint: empty, cut short, damaged, or another kind "
-                        f"of file; there are: {known_runs()}")
+        raise UserError(f"{file} ({file.stat().st_size} bytes) is no checkpoint: empty, cut short, damaged, or another "
+                        f"kind of file; there are: {known_runs()}")
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UserError(f"{file} is a PyTorch file, but not a checkpoint of train.py; there are: {known_runs()}")
     return checkpoint

@@ -33,7 +33,7 @@ def key(field_name: str) -> str:
 
 def suggestion(word: str, known) -> str:
     """' (did you mean X?)' for the nearest known word, or ''."""
-    near = difflib.get_close_matches(word.replace("-", "_"), known, n=1)
+    near = difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 

@@ -225,6 +225,9 @@ def test_a_missing_file_lists_those_there_are(tmp_path, monkeypatch):
     names = f"{Path('config/a.toml')}, {Path('config/b.toml')}"
     for word in ("a", "config/c.toml", "nowhere/c.toml"):
         assert complaint(word) == f"config file {word!r} does not exist; there are: {names}"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "d.toml").touch()
+    assert complaint("mine/e.toml").endswith(f"there are: {names}, {Path('mine/d.toml')}")
     assert "one config file at most, got a.toml, b.toml" in complaint("a.toml", "b.toml")
 
 

@@ -143,6 +143,7 @@ def naive_recurrence(model, idx, n_plain=1):
     return torch.stack(u, dim=1), h, k, v
 
 
+@torch.no_grad()
 def naive_decode(model, prompt, n_new, mode, extra_passes=1):
     """Greedy decoding that keeps the inputs it fed and recomputes the stack over its window at every step.
 
@@ -268,6 +269,13 @@ def test_stack_equals_the_naive_decoder(changes):
     close(model.head(h), torch.einsum("btd,vd->btv", h, e.new_tensor(model.embedding.weight.tolist())))
     u = torch.randn(B, T, D).double() * 3  # not only embeddings
     close(model.stack(u), naive_stack(model, u)[0])
+
+
+def test_far_positions_turn_by_their_own_angles():
+    """Angles of hundreds of positions need float32 whatever the number type of the model."""
+    model = make(block_size=700, n_layer=1, n_embd=8, n_head=1, n_kv_head=1, rope_base=100.0)
+    u = torch.randn(1, 700, 8).double()
+    close(model.stack(u), naive_stack(model, u)[0], atol=1e-3)
 
 
 def test_stack_in_chunks_through_a_cache_equals_the_naive_decoder():
@@ -726,7 +734,7 @@ def test_tol_stops_once_every_row_has_settled():
     states = naive_passes(model, idx, 12, n_plain=2)
     changes = [[((after[row] - before[row]).square().sum() / after[row].square().sum()).sqrt() for row in range(6)]
                for before, after in itertools.pairwise(states)]  # of passes 2, 3, ...
-    limits = [float(max(change)) for change in changes[:5]]  # a hair above and under what each pass just reaches
+    limits = [max(change).item() for change in changes[:5]]  # a hair above and under what each pass just reaches
     for tol in (0.5, 0.1, 1e-3, *(1.0001 * limit for limit in limits), *(0.9999 * limit for limit in limits)):
         by_row = [next(k for k, change in enumerate(changes, start=2) if change[row] <= tol) for row in range(6)]
         expected = next(k for k, change in enumerate(changes, start=2) if max(change) <= tol)

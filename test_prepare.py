@@ -5,7 +5,6 @@ import http.server
 import inspect
 import json
 import os
-import pydoc_data.topics
 import re
 import socket
 import struct
@@ -26,6 +25,11 @@ import tokenizer
 from configurator import UserError
 from prepare import load_meta, load_tokens
 from tokenizer import CharTokenizer, GPT2Tokenizer, make_tokenizer
+
+try:
+    from pydoc_data.topics import topics as manual
+except ImportError:  # some systems leave it out
+    manual = {}
 
 ROOT = Path(__file__).parent
 POEM = "The quick brown fox\njumps over the lazy dog; 0123456789!\n" * 4  # 228 characters
@@ -233,9 +237,9 @@ def test_unknown_characters_are_listed_with_their_code_points():
 def test_millions_of_characters_in_a_second_or_so():
     chars = CharTokenizer("".join(map(chr, range(32, 127))))
     text = "".join(map(chr, range(32, 127))) * 30_000  # 2.85 million
-    began = time.perf_counter()
+    began = time.process_time()
     assert len(chars.encode(text)) == len(text)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 1.5
 
 
 def test_specs_that_are_none():
@@ -262,7 +266,7 @@ def test_gpt2(tiny_gpt2):
     assert isinstance(bytepairs, GPT2Tokenizer) and bytepairs.spec == {"kind": "gpt2"}
     assert (bytepairs.vocab_size, bytepairs.start_token) == (259, 258)
     assert bytepairs.encode("the at") == [257, 32, 97, 116] and bytepairs.encode("") == []
-    assert bytepairs.decode([257, 32]) == "the " and bytepairs.decode(np.array([257])) == "the"
+    assert bytepairs.decode(iter([257, 32])) == "the " and bytepairs.decode(np.array([257])) == "the"
     emoji = bytepairs.encode("\U0001f600")
     assert emoji == [0xF0, 0x9F, 0x98, 0x80]  # one character in four tokens
     assert b"".join(bytepairs.decode_bytes([i]) for i in emoji).decode() == "\U0001f600"
@@ -285,12 +289,13 @@ def test_gpt2_without_its_files(monkeypatch, tmp_path):
 
     def offline(name):
         import requests
-        raise requests.ConnectionError("no route\nat all")
+        raise requests.ConnectionError("no route")
 
     ways = ["TIKTOKEN_CACHE_DIR", "--tokenizer=char"]
-    for failing, reason in ((offline, "ConnectionError"), (lambda name: time.sleep(60), "not complete after 0.2 s")):
+    for failing, seconds, reason in ((offline, 30, "ConnectionError: no route"),
+                                     (lambda name: time.sleep(60), 0.2, "not complete after 0.2 s")):
         monkeypatch.setattr(tiktoken, "get_encoding", failing)
-        monkeypatch.setattr(tokenizer, "DOWNLOAD_SECONDS", 0.2)
+        monkeypatch.setattr(tokenizer, "DOWNLOAD_SECONDS", seconds)
         with pytest.raises(UserError) as caught:
             GPT2Tokenizer()
         assert all(part in str(caught.value) for part in [*ways, reason])
@@ -303,6 +308,13 @@ def test_gpt2_without_its_files(monkeypatch, tmp_path):
     message = refusal("--input=poem.txt", "--tokenizer=gpt2", TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"),
                       HTTPS_PROXY=nobody, https_proxy=nobody)
     assert all(part in message for part in ways)
+
+
+def test_a_job_that_hangs_holds_up_neither_the_caller_nor_the_exit():
+    code = "import time, tokenizer; tokenizer.within(0.1, lambda: time.sleep(60))"
+    options = {**command(), "args": [sys.executable, "-c", code], "cwd": ROOT}
+    done = subprocess.run(**options, capture_output=True, timeout=20)
+    assert done.returncode == 1 and done.stderr.endswith("TimeoutError: not complete after 0.1 s\n")
 
 
 def test_characters_need_no_tiktoken_no_requests_and_no_network():
@@ -346,7 +358,7 @@ def test_pydocs_is_large_ascii_and_alike_in_both_splits(pydocs):
     share = [np.bincount(tokens, minlength=96) / len(tokens) for tokens in (train, val)]
     assert abs(share[0] - share[1]).sum() / 2 < 0.03  # total variation distance
     text = make_tokenizer(meta["tokenizer"]).decode([*train, *val])
-    for document in (inspect.getdoc(textwrap.wrap), inspect.getdoc(http.server), pydoc_data.topics.topics["with"]):
+    for document in (inspect.getdoc(textwrap.wrap), inspect.getdoc(http.server), *filter(None, [manual.get("break")])):
         assert text.count(document.strip()) == 1
     assert inspect.getdoc(str) not in text  # written in C, so in no .py file
 
@@ -415,8 +427,8 @@ def test_pydocs_reads_the_docstrings_of_the_library(library):
 
 
 def test_pydocs_depends_neither_on_the_order_of_files_nor_on_pydoc_data(library, monkeypatch):
-    text, walk = prepare.pydocs(), os.walk
-    monkeypatch.setattr(prepare.os, "walk", lambda root: reversed(list(walk(root))))
+    text, found = prepare.pydocs(), list(prepare.docstrings(str(library)))
+    monkeypatch.setattr(prepare, "docstrings", lambda root: reversed(found))
     assert prepare.pydocs() == text
     documents = sorted(EXPECTED)
     assert [text.index(document) for document in documents] != sorted(map(text.index, documents))  # shuffled
@@ -450,7 +462,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 
     def answer(self, status: int, body: bytes, **headers) -> None:
         self.send_response(status)
-        for name, value in {"Content-Length": len(body), **headers}.items():
+        for name, value in {"Content_Length": len(body), **headers}.items():
             self.send_header(name.replace("_", "-"), str(value))
         self.end_headers()
         self.wfile.write(body)
@@ -539,12 +551,10 @@ def address():
 
 @pytest.fixture
 def play(address, monkeypatch) -> str:
-    """PLAY in the place of tiny Shakespeare, and short time limits."""
+    """PLAY in the place of tiny Shakespeare."""
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setattr(prepare, "SHAKESPEARE_BYTES", 10_000)
     monkeypatch.setattr(prepare, "SHAKESPEARE_SHA256", hashlib.sha256(PLAY).hexdigest())
-    monkeypatch.setattr(prepare, "STALL_SECONDS", 0.3)
-    monkeypatch.setattr(prepare, "DOWNLOAD_SECONDS", 0.8)
     monkeypatch.setattr(prepare, "SHAKESPEARE_URL", address)
     return address
 
@@ -569,9 +579,13 @@ def test_shakespeare_from_a_bad_server(play, monkeypatch, path, reason):
     good = prepared(POEM, "shakespeare")
     before = contents(good)
     monkeypatch.setattr(prepare, "SHAKESPEARE_URL", play + path)
+    if path.startswith("hangs"):
+        monkeypatch.setattr(prepare, "STALL_SECONDS", 0.3)
+    elif path.startswith("drips"):
+        monkeypatch.setattr(prepare, "DOWNLOAD_SECONDS", 0.8)
     began = time.perf_counter()
     message = complaint("shakespeare")
-    assert time.perf_counter() - began < 3
+    assert time.perf_counter() - began < 8
     for part in (play + path, "python prepare.py pydocs", "--input=FILE --name=shakespeare", reason):
         assert part in message, message
     assert contents(good) == before and os.listdir("data") == ["shakespeare"]

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -53,6 +54,20 @@ def held_out(model: GPT, tokens: np.ndarray, n_windows: int) -> tuple[Tensor, Te
     return windows(tokens, even_starts(tokens, n_windows, block_size), block_size, model.embedding.weight.device)
 
 
+def need_feedback(path: str, checkpoint: dict) -> None:
+    """UserError, saying how to train it, where a checkpoint never trained latent feedback."""
+    has_fusion = checkpoint["model_config"]["fusion"] != "none"
+    if not has_fusion or not checkpoint["feedback_steps"]:
+        raise UserError(f"{path} never trained latent feedback; train it on: python train.py CONFIG.toml --out_dir=out/NEW "
+                        f"--init_from={shlex.quote(path)} --pass_mix=0,0,1{'' if has_fusion else ' --fusion=gated'}")
+
+
+def labels(paths: list[str]) -> list[str]:
+    """The runs' folder names; the paths themselves where two runs' folders have the same name."""
+    names = [(Path(path) if Path(path).is_dir() else Path(path).parent).resolve().name for path in paths]
+    return names if len(set(names)) == len(names) else paths
+
+
 def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     """A Markdown table, its columns aligned; floats with four significant digits."""
     text = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in [list(header), *rows]]
@@ -60,6 +75,15 @@ def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in text]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
+
+
+def commit() -> str:
+    """The commit that made the results, "-dirty" after it for changed files; unknown without git or its repository."""
+    try:
+        done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 def save(name: str, settings: Settings, began: float, numbers: dict, draw: Callable[[Any], None]) -> None:
@@ -70,14 +94,15 @@ def save(name: str, settings: Settings, began: float, numbers: dict, draw: Calla
     from matplotlib.figure import Figure
 
     folder = Path(settings.results_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    device = pick_device(settings.device)
-    how = {"command": f"python -m experiments.{name} " + " ".join(sys.argv[1:]), "settings": asdict(settings),
-           "commit": commit.stdout.strip() or "unknown", "device": str(device), "torch": torch.__version__,
+    how = {"command": f"python -m experiments.{name} {shlex.join(sys.argv[1:])}", "settings": asdict(settings),
+           "commit": commit(), "device": str(pick_device(settings.device)), "torch": torch.__version__,
            "date": datetime.date.today().isoformat(), "seconds": round(time.perf_counter() - began, 1)}
-    (folder / f"{name}.json").write_text(json.dumps(how | numbers, indent=1) + "\n")
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     draw(figure)
-    figure.savefig(folder / f"{name}.png", dpi=110)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.json").write_text(json.dumps(how | numbers, indent=1) + "\n")
+        figure.savefig(folder / f"{name}.png", dpi=110)
+    except OSError as error:
+        raise UserError(f"--results_dir={folder}: {error}; name a folder that can be written") from None
     print(f"wrote {folder}/{name}.json and {name}.png")
