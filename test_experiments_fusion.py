@@ -23,8 +23,10 @@ def windows_by_hand(path: str, corpus: str, n: int) -> tuple[torch.Tensor, torch
     return tuple(torch.tensor(np.array([tokens[s + ahead:s + ahead + T] for s in starts])) for ahead in (0, 1))
 
 
-def results_of(main, name: str, tmp_path, *argv: str) -> dict:
-    assert main([*argv, f"--results_dir={tmp_path}", "--device=cpu"]) == 0
+def results_of(experiment, tmp_path, *argv: str) -> dict:
+    """What it wrote about each checkpoint."""
+    name = experiment.__name__.removeprefix("experiments.")
+    assert experiment.main([*argv, f"--results_dir={tmp_path}", "--device=cpu"]) == 0
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
     return json.loads((tmp_path / f"{name}.json").read_text())["checkpoints"]
 
@@ -48,7 +50,7 @@ def passes_by_hand(model: GPT, row: torch.Tensor, n_passes: int) -> list[torch.T
 # fusion_spectrum
 
 def test_spectrum_of_a_gated_fusion(tiny_run, corpus, tmp_path, capsys):
-    found = results_of(fusion_spectrum.main, "fusion_spectrum", tmp_path, tiny_run, f"--data_dir={corpus}", "--passes=3",
+    found = results_of(fusion_spectrum, tmp_path, tiny_run, f"--data_dir={corpus}", "--passes=3",
                        "--n_windows=7")["run"]["trained"]
     model, checkpoint = load_model(tiny_run)
     for name in ("W_H", "W_G"):
@@ -68,7 +70,8 @@ def test_spectrum_of_a_gated_fusion(tiny_run, corpus, tmp_path, capsys):
         assert found["states"][name]["effective_rank"] == pytest.approx(entropy_rank(shares), rel=1e-4)
         assert found["states"][name]["weaker_half"] == pytest.approx(sum(shares[16:]), abs=1e-6)
 
-    gates = torch.sigmoid(model.fusion.W_G(model.input_norm(model.embed(idx[:, 1:].flatten())))).detach().double().numpy()
+    normed = model.input_norm(model.embed(idx[:, 1:].flatten())).detach()
+    gates = torch.sigmoid(normed @ model.fusion.W_G.weight.detach().T).double().numpy()
     gate = found["gate"]  # here each occurrence by itself, there each symbol with its frequency
     np.testing.assert_allclose(gate["histogram"], np.histogram(gates, 40, (0, 1))[0] / gates.size, atol=1e-9)
     assert gate["mean"] == pytest.approx(gates.mean(), rel=1e-6) and gate["std"] == pytest.approx(gates.std(), rel=1e-6)
@@ -84,7 +87,7 @@ def test_spectrum_of_a_gated_fusion(tiny_run, corpus, tmp_path, capsys):
 
 
 def test_the_untrained_twin_is_where_the_run_began(tiny_run, make_run, corpus, tmp_path):
-    found = results_of(fusion_spectrum.main, "fusion_spectrum", tmp_path, tiny_run, f"--data_dir={corpus}", "--n_windows=2")
+    found = results_of(fusion_spectrum, tmp_path, tiny_run, f"--data_dir={corpus}", "--n_windows=2")
     began = load_checkpoint(make_run(max_iters=0))["model"]
     values = np.linalg.svd(began["fusion.W_H.weight"].numpy().astype(np.float64))[1]
     np.testing.assert_allclose(found["run"]["untrained"]["matrices"]["W_H"]["values"], values, rtol=1e-9)
@@ -94,7 +97,7 @@ def test_the_untrained_twin_is_where_the_run_began(tiny_run, make_run, corpus, t
 @pytest.mark.parametrize("kind", ["add", "concat"])
 def test_spectrum_without_a_gate(kind, make_run, corpus, tmp_path, capsys):
     path = make_run(fusion=kind, max_iters=3)
-    found = results_of(fusion_spectrum.main, "fusion_spectrum", tmp_path, path, f"--data_dir={corpus}", "--n_windows=5",
+    found = results_of(fusion_spectrum, tmp_path, path, f"--data_dir={corpus}", "--n_windows=5",
                        "--passes=2")["run"]["trained"]
     assert f"fusion={kind} has no gate" in capsys.readouterr().out and "gate" not in found
     model, _ = load_model(path)
@@ -198,7 +201,7 @@ def loss_by_hand(model: GPT, h: torch.Tensor, targets: torch.Tensor) -> float:
 
 def test_passes_and_loss_by_tolerance(tiny_run, corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fixed_point, "BATCH", 2)  # so that five windows make three batches
-    found = results_of(fixed_point.main, "fixed_point", tmp_path, tiny_run, f"--data_dir={corpus}", "--n_windows=5",
+    found = results_of(fixed_point, tmp_path, tiny_run, f"--data_dir={corpus}", "--n_windows=5",
                        "--tols=1e-2,0,0.6,0.2")["run"]
     columns = found["by_tol"]
     assert columns["tol"] == [0.6, 0.2, 1e-2, 0] and found["block_size"] == T and found["n_windows"] == 5
@@ -248,11 +251,11 @@ def test_rows_stop_each_by_itself_and_still_states_end_the_passes(tiny_run, monk
 
 def test_several_checkpoints_in_one_figure(tiny_run, make_run, corpus, tmp_path, capsys):
     other = make_run(max_iters=2, fusion="add")
-    found = results_of(fixed_point.main, "fixed_point", tmp_path, tiny_run, other, f"--data_dir={corpus}", "--n_windows=2")
+    found = results_of(fixed_point, tmp_path, tiny_run, other, f"--data_dir={corpus}", "--n_windows=2")
     assert list(found) == [tiny_run, other]  # two folders named `run`: their paths tell them apart
     assert f"{tiny_run}: loss" in capsys.readouterr().out
     assert len(found[other]["by_tol"]["tol"]) == 10
-    pair = results_of(fusion_spectrum.main, "fusion_spectrum", tmp_path, tiny_run, other, f"--data_dir={corpus}",
+    pair = results_of(fusion_spectrum, tmp_path, tiny_run, other, f"--data_dir={corpus}",
                       "--n_windows=2")
     assert "gate" in pair[tiny_run]["trained"] and "terms" in pair[other]["trained"]
 
@@ -290,7 +293,7 @@ def test_bench_in_miniature(quick, capsys, tmp_path):
     found = bench_lines(capsys, tmp_path, *SMALL)
     assert list(found) == TRAINING + DECODING + NORMS
     growth = np.diff([found[f"memory_{k}_passes"] for k in (1, 2, 3, 4)])
-    assert (growth > 0).all() and growth[1] == pytest.approx(growth[2], rel=0.05)  # a pass more costs the same each time
+    assert (growth > 0).all() and growth[1] == pytest.approx(growth[2], rel=0.05)  # each pass costs the same
 
 
 def test_bench_of_a_plain_model_and_of_a_checkpoint(quick, tiny_run, capsys, tmp_path):
@@ -305,8 +308,9 @@ def test_bench_of_a_plain_model_and_of_a_checkpoint(quick, tiny_run, capsys, tmp
 def test_bench_counts_by_hand(monkeypatch, capsys, tmp_path):
     """With a clock that gives every thing its known seconds, the shares are numbers that one can count."""
     took = {"square": 2.0, "products": 4.0, "step 1": 8.0, "step 2": 20.0, "step 3": 36.0, "step 4": 32.0, "eager": 3.0,
-            "fast": 1.5, "standard": 0.5, "soft": 0.75, "fused": 1.0, "uncached": 2.0, "replay": 4.0, "parallel 1": 1.0,
-            "parallel 2": 2.0, "parallel 4": 6.0, "parallel 8": 8.0, "layer_norm": 2.0, "rms_norm": 5.0, "rsqrt_norm": 3.0}
+            "fast": 1.5, "standard": 0.5, "soft": 0.75, "fused": 1.0, "uncached": 2.0, "replay": 4.0,
+            "parallel 1": 1.0, "parallel 2": 2.0, "parallel 4": 6.0, "parallel 8": 8.0,
+            "layer_norm": 2.0, "rms_norm": 5.0, "rsqrt_norm": 3.0}
 
     def fake(things, rounds, device):
         for thing in things.values():
@@ -368,9 +372,10 @@ def test_turns_are_taken_in_turn(monkeypatch):
 
 @pytest.mark.parametrize("argv, told", [
     (["a", "b"], "one checkpoint"), (["out/demo", "--n_layer=2"], "its own shape"), (["--rounds=0"], "rounds=0"),
-    (["--batch_size=0"], "batch_size=0"), (["--threads=-1"], "threads=-1"), (["--json=no/such/x.json"], "--json=no/such"),
-    (["--json=."], "--json=."), (["--n_head=3"], "n_embd=128"), (["--device=gpu"], "--device=gpu"),
-    (["no/such/run"], "no checkpoint at no/such/run")])
+    (["--batch_size=0"], "batch_size=0"), (["--threads=-1"], "threads=-1"),
+    (["--json=no/such/x.json"], "--json=no/such"), (["--json=."], "--json=."), (["--n_head=3"], "n_embd=128"), (["--device=gpu"], "--device=gpu"),
+    (["no/such/run"], "no checkpoint at no/such/run"),
+])
 def test_bench_names_the_mistake(argv, told):
     with pytest.raises(UserError, match=told.replace(".", r"\.")):
         bench.main(argv)

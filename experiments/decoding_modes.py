@@ -118,8 +118,8 @@ def measure(model: GPT, tokenizer: Tokenizer, tokens: np.ndarray, modes: tuple[M
         raise UserError(f"--n_prompt={n_prompt}: block_size is {block_size}; at most {block_size - 1}, or 0 for half")
     sample_size = n_prompt + settings.max_new_tokens
     if sample_size > len(tokens):
-        raise UserError(f"--max_new_tokens={settings.max_new_tokens}: the validation split has {len(tokens)} tokens, too "
-                        f"few for the text after a prompt of {n_prompt}; at most {len(tokens) - n_prompt}")
+        raise UserError(f"--max_new_tokens={settings.max_new_tokens}: the validation split has {len(tokens)} tokens; "
+                        f"after a prompt of {n_prompt} at most {len(tokens) - n_prompt} follow")
     idx, targets = held_out(model, tokens, min(settings.n_windows, (len(tokens) - 1) // block_size))
     texts = tokens[even_starts(tokens, settings.n_samples, sample_size - 1)[:, None] + np.arange(sample_size)]
     prompts = torch.from_numpy(texts[:, :n_prompt].astype(np.int64)).to(device)  # (n_samples, n_prompt)

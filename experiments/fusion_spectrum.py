@@ -160,8 +160,8 @@ def plot(figure, results: dict[str, dict[str, dict]]) -> None:
         if "gate" in pair["trained"]:
             panels[2].set(xlim=(0, 1), xlabel="sigmoid(W_G e)", ylabel="share of the gate values", title="Gate")
         else:
-            panels[2].set(xlim=(0, 1), xlabel="state's term / sum of both terms, norms", ylabel="share of the positions",
-                          title=f"No gate (fusion={pair['trained']['kind']}): the state's share")
+            panels[2].set(xlim=(0, 1), xlabel="|state's term| / (|state's term| + |embedding's term|)",
+                          ylabel="share of the positions", title=f"No gate (fusion={pair['trained']['kind']})")
         for panel in panels:
             panel.legend(fontsize=8)
 
