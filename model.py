@@ -211,7 +211,7 @@ class GPT(nn.Module):
 
         With a cache, u stands behind what it holds and is appended to it; a full cache slides first.
         """
-        if cache is not None and cache.length + u.size(1) > self.config.block_size:
+        if cache is not None and cache.length == self.config.block_size:
             self.slide(cache)
         start = 0 if cache is None else cache.length
         end = start + u.size(1)

@@ -373,7 +373,8 @@ def test_turns_are_taken_in_turn(monkeypatch):
 @pytest.mark.parametrize("argv, told", [
     (["a", "b"], "one checkpoint"), (["out/demo", "--n_layer=2"], "its own shape"), (["--rounds=0"], "rounds=0"),
     (["--batch_size=0"], "batch_size=0"), (["--threads=-1"], "threads=-1"),
-    (["--json=no/such/x.json"], "--json=no/such"), (["--json=."], "--json=."), (["--n_head=3"], "n_embd=128"), (["--device=gpu"], "--device=gpu"),
+    (["--json=no/such/x.json"], "--json=no/such"), (["--json=."], "--json=."), (["--n_head=3"], "n_embd=128"),
+    (["--device=gpu"], "--device=gpu"),
     (["no/such/run"], "no checkpoint at no/such/run"),
 ])
 def test_bench_names_the_mistake(argv, told):

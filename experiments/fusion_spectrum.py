@@ -160,8 +160,9 @@ def plot(figure, results: dict[str, dict[str, dict]]) -> None:
         if "gate" in pair["trained"]:
             panels[2].set(xlim=(0, 1), xlabel="sigmoid(W_G e)", ylabel="share of the gate values", title="Gate")
         else:
-            panels[2].set(xlim=(0, 1), xlabel="|state's term| / (|state's term| + |embedding's term|)",
-                          ylabel="share of the positions", title=f"No gate (fusion={pair['trained']['kind']})")
+            of_h, of_e = (f"|{matrix} {vector}|" for matrix, vector in zip(pair["trained"]["matrices"], "he"))
+            panels[2].set(xlim=(0, 1), xlabel=f"{of_h} / ({of_h} + {of_e})", ylabel="share of the positions",
+                          title=f"No gate (fusion={pair['trained']['kind']})")
         for panel in panels:
             panel.legend(fontsize=8)
 
