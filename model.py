@@ -215,8 +215,8 @@ class GPT(nn.Module):
             self.slide(cache)
         start = 0 if cache is None else cache.length
         end = start + u.size(1)
-        if end > self.config.block_size:
-            raise ValueError(f"{end} positions do not fit into block_size={self.config.block_size}")
+        if not start < end <= self.config.block_size:
+            raise ValueError(f"{start} + {u.size(1)} positions: 1 to block_size={self.config.block_size} can be filled")
         rope = self.rope(start, end, u.device)
         x = self.input_norm(u)  # (B, T, D)
         for layer, block in enumerate(self.blocks):
@@ -239,7 +239,7 @@ class GPT(nn.Module):
 
     def slide(self, cache: KVCache) -> None:
         """Generation past block_size: re-runs the stack once over the last half block of the inputs actually fed."""
-        recent = cache.u[:, cache.length - self.config.block_size // 2:cache.length].clone()  # (B, block_size/2, D)
+        recent = cache.u[:, cache.length - self.config.block_size // 2:cache.length]  # (B, block_size/2, D)
         cache.length = 0
         self.stack(recent, cache)
 
