@@ -5,6 +5,7 @@ A checkpoint is a dict of tensors, numbers, strings, lists and dicts, so that it
 
 import os
 import pickle
+import shlex
 import struct
 import zipfile
 import zlib
@@ -69,6 +70,15 @@ def load_model(path: str | Path, device: str = "cpu") -> tuple[GPT, dict]:
     model = GPT(GPTConfig(**checkpoint["model_config"]))
     model.load_state_dict(checkpoint["model"])
     return model.eval().to(device), checkpoint
+
+
+def without_feedback(path: str, checkpoint: dict) -> str:
+    """'' where the model was trained on latent feedback; else what to tell a user who wants it."""
+    has_fusion = checkpoint["model_config"]["fusion"] != "none"
+    if has_fusion and checkpoint["feedback_steps"]:
+        return ""
+    return (f"{path} never trained latent feedback; train it on: python train.py CONFIG.toml --out_dir=out/NEW "
+            f"--init_from={shlex.quote(str(path))} --pass_mix=0,0,1{'' if has_fusion else ' --fusion=gated'}")
 
 
 def initial_weights(model: GPT, path: str, tokenizer: dict) -> None:

@@ -16,7 +16,6 @@ the sampled tokens under the model itself, before temperature and top-k, in nats
 """
 
 import codecs
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import known_runs, load_model
+from checkpoint import known_runs, load_model, without_feedback
 from configurator import UserError, parse, run, setting
 from machine import pick_device
 from model import GPT, Mode, greedy
@@ -156,11 +155,9 @@ def read_prompt(config: SampleConfig, tokenizer: Tokenizer) -> tuple[str, list[i
 def usable_modes(config: SampleConfig, checkpoint: dict, path: str) -> tuple[Mode, ...]:
     """The modes to decode in; UserError, saying how to train it, where latent feedback was not trained."""
     modes = get_args(Mode) if config.mode == "all" else (config.mode,)
-    has_fusion = checkpoint["model_config"]["fusion"] != "none"
-    if modes == ("standard",) or has_fusion and checkpoint["feedback_steps"]:
+    problem = without_feedback(path, checkpoint)
+    if modes == ("standard",) or not problem:
         return modes
-    problem = (f"{path} never trained latent feedback; train it on: python train.py CONFIG.toml --out_dir=out/NEW "
-               f"--init_from={shlex.quote(path)} --pass_mix=0,0,1{'' if has_fusion else ' --fusion=gated'}")
     if config.mode != "all":
         raise UserError(f"--mode={config.mode}: {problem}")
     notice(f"Standard only: {problem}")

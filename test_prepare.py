@@ -724,6 +724,16 @@ def test_damaged_tokens(name):
         load_meta(folder)
 
 
+def test_folders_and_files_in_each_others_place():
+    folder = prepared(POEM)
+    with pytest.raises(UserError, match="no prepared data"):
+        load_meta(folder / "meta.json" / "pydocs")
+    (folder / "meta.json").unlink()
+    (folder / "meta.json").mkdir()
+    with pytest.raises(UserError, match="damaged data.*directory"):
+        load_meta(folder)
+
+
 def test_an_empty_split_is_damage():
     folder = prepared(POEM)
     (folder / "val.bin").write_bytes(b"")

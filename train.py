@@ -131,7 +131,7 @@ def evaluate(model: GPT, tokens: np.ndarray, n_windows: int, n_passes: int, batc
     model.eval()
     with torch.no_grad():
         for part in np.split(starts, range(batch_size, len(starts), batch_size)):
-            total += len(part) * model(*windows(tokens, part, block_size, device), n_passes).double().cpu().numpy()
+            total += len(part) * model(*windows(tokens, part, block_size, device), n_passes).cpu().double().numpy()
     model.train(was_training)
     return (total / len(starts)).tolist()
 

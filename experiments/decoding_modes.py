@@ -128,7 +128,7 @@ def measure(model: GPT, tokenizer: Tokenizer, tokens: np.ndarray, modes: tuple[M
     nlls, seed = {}, settings.seed
     for mode in modes:
         prefill = {"prefill_passes": settings.prefill_passes} if mode == "fused" else {}
-        nlls[mode] = nll = likelihood(model, idx, targets, n_prompt, mode, **prefill).double().cpu().numpy()
+        nlls[mode] = nll = likelihood(model, idx, targets, n_prompt, mode, **prefill).cpu().double().numpy()
         difference = nll - nlls["standard"]  # (N, T - n_prompt + 1): paired
         pick = sampler(settings.temperature, generator=torch.Generator().manual_seed(seed))
         steps = tqdm(model.generate(prompts, settings.max_new_tokens, mode, pick, **prefill), f"{mode}, samples",

@@ -5,7 +5,7 @@
 
 Policy gradients weigh a rollout by a ratio of likelihoods. A Soft rollout's own is recorded while it is sampled, but
 under other weights it takes a replay of O(T) dependent steps, since every input needs the state before it. The paper
-proposes k parallel passes instead (Eqs. 7-9, prompt plain, response fused), as a proposal without numbers.
+proposes k parallel passes instead (Eqs. 7-9, prompt plain, response fused), a recipe that it has not tried in training.
 
 Here: rollouts sampled at temperature 1 from held-out prompts, in float32. Exact is the replay, which on the model's
 own rollouts has to agree with what was recorded. Against it, for each k: the mean absolute error of a token's

@@ -104,7 +104,7 @@ def draw(figure, results: dict[str, dict], n_passes: int, long: bool) -> None:
         axes[0].set_xscale("symlog", linthresh=1)
         axes[0].set_xlim(0, n_passes)
         axes[1].set(xlabel="feedback passes k", ylabel=r"mean of $\|h_k - h_{k-1}\|\ /\ \|h_k\|$",
-                    title="Change of the states by pass k", xscale="log", yscale="log", xlim=(1, max(n_passes, 2)))
+                    title="Change of the states by pass k", xscale="log", yscale="log")
         for number, block_size in enumerate({result["block_size"] for result in results.values()}):
             label = "" if number else "block_size: exact, whatever the model"
             for panel in axes:

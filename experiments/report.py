@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import load_model
+from checkpoint import load_model, without_feedback
 from configurator import UserError, setting
 from machine import pick_device
 from model import GPT
@@ -56,10 +56,8 @@ def held_out(model: GPT, tokens: np.ndarray, n_windows: int) -> tuple[Tensor, Te
 
 def need_feedback(path: str, checkpoint: dict) -> None:
     """UserError, saying how to train it, where a checkpoint never trained latent feedback."""
-    has_fusion = checkpoint["model_config"]["fusion"] != "none"
-    if not has_fusion or not checkpoint["feedback_steps"]:
-        raise UserError(f"{path} never trained latent feedback; train it on: python train.py CONFIG.toml --out_dir=out/NEW "
-                        f"--init_from={shlex.quote(path)} --pass_mix=0,0,1{'' if has_fusion else ' --fusion=gated'}")
+    if problem := without_feedback(path, checkpoint):
+        raise UserError(problem)
 
 
 def labels(paths: list[str]) -> list[str]:
