@@ -218,26 +218,31 @@ EVALUATIONS = [{"step": step, "val_losses": losses} for step, losses in
 
 
 def test_crossing_is_where_pass_2_stays_under():
-    assert loss_curves.crossing(EVALUATIONS) == 30
-    assert loss_curves.crossing(EVALUATIONS[:3]) is None
-    assert loss_curves.crossing(EVALUATIONS[3:]) == 30
-    assert loss_curves.crossing([{"step": 7, "val_losses": [2.0]}]) is None  # a plain model
+    steps = np.array([0.0, 10, 20, 30, 40])
+    assert loss_curves.crossing(steps, np.array([0.1, -0.1, 0.1, -0.1, -0.1])) == 30
+    assert loss_curves.crossing(steps[:3], np.array([0.1, -0.1, 0.0])) is None
+    assert loss_curves.crossing(steps, np.full(5, -0.1)) == 0
+    assert loss_curves.crossing(steps[:0], steps[:0]) is None  # a plain model
 
 
 def test_loss_curves_draw_the_log(tmp_path, figures, capsys):
-    training = [{"step": step, "passes": 1 if step < 3 else 2, "losses": [8.0 / step] + [16.0 / step] * (step >= 3)}
-                for step in range(1, 7)]
+    training = [{"step": step, "passes": 1 if step < 3 else 2, "losses": [8.0 / step] + [6.0] * (step >= 3)}
+                for step in range(1, 5)]
+    training += [{"step": step, "passes": 2, "losses": [2.0, 1.0]} for step in (5, 6)]
     (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, EVALUATIONS + training)))
     assert loss_curves.main([str(tmp_path), "--smooth=2"]) == 0
-    drawn = lines(figures[0].axes[0])
+    losses, gaps = (lines(axes) for axes in figures[0].axes)
     steps = [0, 10, 20, 30, 40]
-    assert drawn["pass 1, validation"] == (steps, [3.0, 2.5, 2.0, 1.9, 1.8])
-    assert drawn["pass 2, validation"] == (steps, [3.1, 2.4, 2.1, 1.8, 1.7])
-    (steps_1, smooth_1), (steps_2, smooth_2) = [drawn[name] for name in drawn if "validation" not in name]
-    assert steps_1 == [2, 3, 4, 5, 6] and steps_2 == [4, 5, 6]  # each at the last step that it averages
+    assert losses["pass 1, validation"] == (steps, [3.0, 2.5, 2.0, 1.9, 1.8])
+    assert losses["pass 2, validation"] == (steps, [3.1, 2.4, 2.1, 1.8, 1.7])
+    steps_1, smooth_1 = losses["pass 1, training"]
+    assert steps_1 == [2, 3, 4, 5, 6]  # each at the last step that it averages
     assert smooth_1[:2] == pytest.approx([(8 + 4) / 2, (4 + 8 / 3) / 2])
-    assert smooth_2 == pytest.approx([(16 / 3 + 4) / 2, (4 + 16 / 5) / 2, (16 / 5 + 16 / 6) / 2])
-    assert (tmp_path / "loss.png").is_file() and "under pass 1 from step 30 on" in capsys.readouterr().out
+    assert losses["pass 2, training"][0] == [4, 5, 6]
+    assert losses["pass 2, training"][1] == pytest.approx([6, (6 + 1) / 2, 1])
+    assert gaps["pass 2, validation"][1] == pytest.approx([0.1, -0.1, 0.1, -0.1, -0.1])
+    assert gaps["pass 2, training"][1] == pytest.approx([((6 - 8 / 3) + (6 - 2)) / 2, ((6 - 2) + (1 - 2)) / 2, -1])
+    assert (tmp_path / "loss.png").is_file() and "under pass 1 from step 6 on" in capsys.readouterr().out
 
 
 def test_loss_curves_of_a_run(tiny_run, plain_run, tmp_path, figures):

@@ -2,7 +2,8 @@
 
     python -m experiments.loss_curves out/demo        writes out/demo/loss.png
 
-Dots are validation losses, thin lines the training batches (smoothed over `smooth` logged steps).
+Left the losses, right those of the later passes minus pass 1's on the same tokens, in nats. Dots are validation losses,
+thin lines the training batches, averaged over `smooth` logged steps.
 """
 
 import json
@@ -32,11 +33,21 @@ def read_log(folder: Path) -> tuple[list[dict], list[dict]]:
     return [line for line in lines if "losses" in line], [line for line in lines if "val_losses" in line]
 
 
-def crossing(evaluations: list[dict]) -> int | None:
-    """The first evaluated step from which pass 2's validation loss stays under pass 1's, or None."""
-    below = [len(losses) > 1 and losses[1] < losses[0] for losses in (line["val_losses"] for line in evaluations)]
-    last_above = max((i for i, under in enumerate(below) if not under), default=-1)
-    return evaluations[last_above + 1]["step"] if last_above + 1 < len(below) else None
+def curve(lines: list[dict], name: str, k: int, smooth: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the lines that have a pass k (from 0): steps, losses, and losses minus the first pass's, (N,) each, averaged."""
+    points = np.array([(line["step"], line[name][k], line[name][k] - line[name][0]) for line in lines
+                       if len(line[name]) > k]).reshape(-1, 3)
+    if len(points) < smooth:
+        return points[:0, 0], points[:0, 1], points[:0, 2]
+    losses, gaps = (np.convolve(points[:, column], np.ones(smooth) / smooth, "valid") for column in (1, 2))
+    return points[smooth - 1:, 0], losses, gaps
+
+
+def crossing(steps: np.ndarray, gaps: np.ndarray) -> int | None:
+    """The first step from which pass 2 stays under pass 1, its gap negative, or None."""
+    above = np.flatnonzero(gaps >= 0)
+    first = above[-1] + 1 if len(above) else 0
+    return int(steps[first]) if first < len(steps) else None
 
 
 def main(argv: list[str]) -> int:
@@ -49,25 +60,30 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{folder}/log.jsonl has no evaluations to draw; train with --eval_iters of at least 1")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a token)", title=f"{folder}: loss by pass")
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for k in range(max(len(line["val_losses"]) for line in evaluations)):
-        points = [(line["step"], line["val_losses"][k]) for line in evaluations if len(line["val_losses"]) > k]
-        axes.plot(*zip(*points), "o-", ms=3, lw=1.2, color=f"C{k}", label=f"pass {k + 1}, validation")
-        steps, losses = [np.array([line[name] if name == "step" else line[name][k] for line in training
-                                   if line["passes"] > k], dtype=float) for name in ("step", "losses")]
-        if len(losses) >= settings.smooth:
-            window = np.ones(settings.smooth) / settings.smooth
-            smoothed = np.convolve(losses, window, "valid")
-            axes.plot(steps[settings.smooth - 1:], smoothed, lw=0.6, alpha=0.6, color=f"C{k}")
+        for lines, name, smooth, style in ((evaluations, "val_losses", 1, {"marker": "o", "ms": 3, "lw": 1.2}),
+                                           (training, "losses", settings.smooth, {"lw": 0.7, "alpha": 0.6})):
+            steps, losses, gaps = curve(lines, name, k, smooth)
+            if not len(steps):
+                continue
+            label = f"pass {k + 1}, {'validation' if lines is evaluations else 'training'}"
+            left.plot(steps, losses, color=f"C{k}", label=label, **style)
+            if k:
+                right.plot(steps, gaps, color=f"C{k}", label=label, **style)
     lowest = min(min(line["val_losses"]) for line in evaluations)
-    axes.set_ylim(lowest - 0.1, lowest + 1.2)
-    axes.legend()
+    left.set(xlabel="step", ylabel="loss (nats a token)", title=f"{folder}: loss by pass",
+             ylim=(lowest - 0.1, lowest + 1.2))
+    left.legend(fontsize="small")
+    right.set(xlabel="step", ylabel="loss minus pass 1's (nats a token)", title="Later passes against pass 1")
+    right.axhline(0, color="C0", lw=1)
     out = Path(settings.out or folder / "loss.png")
     figure.savefig(out, dpi=110)
-    step = crossing(evaluations)
+    steps, _, gaps = curve(training, "losses", 1, settings.smooth)
+    step = crossing(steps, gaps)
     crossed = "does not stay under pass 1" if step is None else f"is under pass 1 from step {step} on"
-    print(f"{folder}: pass 2 {crossed}; wrote {out}")
+    print(f"{folder}: pass 2 {crossed} (training batches, {settings.smooth} logged steps averaged); wrote {out}")
     return 0
 
 
