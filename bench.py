@@ -36,7 +36,7 @@ SHORTEST = 0.02  # seconds; what is quicker is repeated within its turn
 @dataclass(frozen=True)
 class Settings:
     batch_size: int = setting(12, "rows of a training step")
-    rounds: int = setting(15, "turns of each measurement")
+    rounds: int = setting(11, "turns of each measurement")
     threads: int = setting(0, "CPU threads of PyTorch; 0: as many as it takes by itself")
     compile: bool = setting(True, "compare torch.compile with eager; compiling takes most of a minute")
     device: str = setting("auto", "auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps")

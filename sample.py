@@ -4,8 +4,8 @@
     python sample.py out/demo --mode=soft --prompt="Return the" --num_samples=3
     python sample.py out/demo --mode=fused --prompt_file=question.txt --prefill_passes=4 > answer.txt
 
-Standard feeds the sampled token back, Soft also the state that it was sampled from; Fused reads the prompt once more,
-with fused inputs, and goes on as Soft. CHECKPOINT is a run's folder or a checkpoint file and all that is needed.
+Standard feeds the sampled token back, Soft also the state that it was sampled from; Fused first reads the prompt once
+more with fused inputs (one token, or an empty prompt, leaves nothing to fuse). CHECKPOINT is a run's folder or file.
 
 What the model sees follows one rule in all modes. Of a long prompt the last block_size tokens are read. When the cache
 holds block_size positions, the stack re-reads the last half block of the inputs that it was fed, and goes on. An empty

@@ -1,5 +1,6 @@
 """Checkpoints: whole or not at all, read without running code, and every other file refused in one line."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint as checkpoint_file
 from checkpoint import initial_weights, load_checkpoint, load_model, save_checkpoint
 from configurator import UserError
 from model import GPT, GPTConfig
@@ -63,14 +63,14 @@ def fails_in_pickling(monkeypatch):
 def fails_at_the_last_moment(monkeypatch):
     def replace(*paths):
         raise PermissionError(13, "Permission denied")
-    monkeypatch.setattr(checkpoint_file.os, "replace", replace)
+    monkeypatch.setattr(os, "replace", replace)
     return {"step": 8}
 
 
 def interrupted(monkeypatch):
     def fsync(number):
         raise KeyboardInterrupt
-    monkeypatch.setattr(checkpoint_file.os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", fsync)
     return {"step": 8}
 
 
@@ -99,12 +99,11 @@ def test_a_full_disk_is_said_in_one_line(tmp_path):
 
 
 def test_the_new_file_is_on_disk_before_it_takes_the_old_one_s_place(tmp_path, monkeypatch):
-    order = []
-    for name in ("fsync", "replace"):
-        real = getattr(checkpoint_file.os, name)
-        monkeypatch.setattr(checkpoint_file.os, name, lambda *a, name=name, real=real: (order.append(name), real(*a)))
+    seen, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (seen.append(os.fstat(file).st_size), fsync(file)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (seen.append(os.path.getsize(old)), replace(old, new)))
     save_checkpoint(tmp_path, {"step": 1})
-    assert order == ["fsync", "replace"]
+    assert seen == [os.path.getsize(tmp_path / "ckpt.pt")] * 2  # whole already when it is put on disk
 
 
 def test_kill_9_while_saving_keeps_the_last_checkpoint(tmp_path):
@@ -135,12 +134,13 @@ def test_missing_checkpoints_are_named_with_those_that_exist(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     assert "none under out/" in complaint("empty")
-    for run in ("out/second", "out/first"):
+    runs = [f"out/{name}" for name in "dbfaec"]
+    for run in runs:
         (tmp_path / run).mkdir(parents=True)
         save_checkpoint(tmp_path / run, {"step": 1})
     for path, file in (("empty", "empty/ckpt.pt"), ("out/demo", "out/demo"), ("no.pt", "no.pt")):
         message = complaint(path)
-        assert f"no checkpoint at {file};" in message and "there are: out/first, out/second" in message
+        assert f"no checkpoint at {file};" in message and f"there are: {', '.join(sorted(runs))}." in message
         assert "python train.py" in message
 
 

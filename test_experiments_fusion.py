@@ -249,6 +249,16 @@ def test_rows_stop_each_by_itself_and_still_states_end_the_passes(tiny_run, monk
     assert torch.equal(found["losses"][1], found["losses"][2]) and bool((found["agree"][1] == 1).all())
 
 
+def test_the_change_is_relative_to_the_newer_states(tiny_run, monkeypatch):
+    model, _ = load_model(tiny_run)
+    grows = torch.tensor([1.0, 0.0])[:, None, None]  # row 0 goes 1, 2, 3, ..., row 1 stays
+    monkeypatch.setattr(GPT, "stack", lambda self, u: torch.ones_like(u))
+    monkeypatch.setattr(GPT, "next_pass", lambda self, h, e: h + grows)
+    idx = torch.zeros(2, T, dtype=torch.long)
+    found = fixed_point.measure(model, idx, idx, (0.5, 0.4, 0.26))  # changes of row 0: 1/2, 1/3, 1/4, ...
+    assert found["passes"].tolist() == [[2, 2], [3, 2], [4, 2], [T, T]]
+
+
 def test_several_checkpoints_in_one_figure(tiny_run, make_run, corpus, tmp_path, capsys):
     other = make_run(max_iters=2, fusion="add")
     found = results_of(fixed_point, tmp_path, tiny_run, other, f"--data_dir={corpus}", "--n_windows=2")
@@ -312,9 +322,15 @@ def test_bench_counts_by_hand(monkeypatch, capsys, tmp_path):
             "parallel 1": 1.0, "parallel 2": 2.0, "parallel 4": 6.0, "parallel 8": 8.0,
             "layer_norm": 2.0, "rms_norm": 5.0, "rsqrt_norm": 3.0}
 
+    positions, work, stack = [], {}, GPT.stack
+    monkeypatch.setattr(GPT, "stack", lambda *args: positions.append(args[1][..., 0].numel()) or stack(*args))
+
     def fake(things, rounds, device):
-        for thing in things.values():
+        for name, thing in things.items():
+            thing()  # a second call must do the same
+            positions.clear()
             thing()
+            work[name] = sum(positions)
         return [{name: took[name] for name in things}] * rounds
 
     monkeypatch.setattr(bench, "turns", fake)
@@ -331,6 +347,11 @@ def test_bench_counts_by_hand(monkeypatch, capsys, tmp_path):
                 "parallel_1": 0.25, "parallel_2": 0.5, "parallel_4": 1.5, "parallel_8": 2.0, "rms_norm": 2.5,
                 "rsqrt_norm": 1.5}
     assert {name: found[name] for name in expected} == expected
+    half = T // 2  # of the window is the prompt, whose prefill only the replay repeats
+    assert {name: positions for name, positions in work.items() if positions} == (
+        {f"step {k}": 2 * T * k for k in (1, 2, 3, 4)} | {"eager": 2 * T, "fast": 2 * T}
+        | {mode: half for mode in ("standard", "soft", "fused")} | {"uncached": sum(range(half + 1, T + 1))}
+        | {"replay": T} | {f"parallel {k}": T * k for k in (1, 2, 4, 8)})
 
 
 def test_bench_without_a_compiler_goes_on(quick, monkeypatch, capsys, tmp_path):

@@ -290,10 +290,10 @@ def test_prompt_files_that_cannot_be_read_are_named(complaint, tmp_path):
     (["--prefill_passes=0"], ["--prefill_passes=0"]),
     (["--prefill_passes=3", "--mode=soft"], ["--prefill_passes=3", "--mode=fused"]),
     (["--prefill_passes=3", "--mode=standard"], ["--prefill_passes=3", "--mode=fused"]),
-    (["--tol=-1"], ["--tol=-1"]),
+    (["--tol=-1", "--prefill_passes=3"], ["--tol=-1.0", "a positive number"]),
     (["--tol=0.1", "--mode=soft"], ["--tol=0.1", "no passes"]),
     (["--tol=0.1", "--mode=fused"], ["--tol=0.1", "no passes"]),
-    (["--prompt=a", "--prompt_file=b"], ["--prompt", "--prompt_file=b"]),
+    (["--prompt=a", "--prompt_file=b"], ["--prompt_file=b must be left out where --prompt is given"]),
     (["--device=gpu"], ["--device=gpu", "cpu"]),
     (["be"], ["one checkpoint", "be", "quote"])])
 def test_mistakes_are_refused_in_one_line(complaint, flags, shown):
