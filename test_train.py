@@ -502,3 +502,11 @@ def test_gradients_of_two_processes_come_from_the_whole_multi_pass_loss(start, c
     fresh, trained = load_checkpoint(tmp_path / "run")["model"], load_checkpoint(tmp_path / "two")["model"]
     assert torch.equal(fresh["fusion.W_H.weight"], trained["fusion.W_H.weight"])
     assert not torch.equal(fresh["embedding.weight"], trained["embedding.weight"])
+
+
+def test_a_cpu_run_asks_nothing_of_cuda(start, monkeypatch):
+    def touched(*args):
+        raise AssertionError("CUDA was asked")
+    for name in ("is_available", "device_count", "current_device", "init", "is_bf16_supported"):
+        monkeypatch.setattr(torch.cuda, name, touched)
+    assert start(max_iters=2)["finished"]
