@@ -118,8 +118,7 @@ def plot(figure, results: dict[str, dict]) -> None:
     panels[0].set(ylim=0, ylabel="passes used", title="Passes until the states settle")
     panels[1].set(ylabel="loss given up (nats a token)", yscale="log", title="Against the exact fixed point")
     for panel in panels:
-        panel.set(xlabel="tolerance: ||h - h'|| / ||h||", xscale="log")
-        panel.invert_xaxis()
+        panel.set(xlabel="tolerance: ||h - h'|| / ||h||", xscale="log", xlim=(2 * max(tols), min(tols) / 2))
         panel.legend(fontsize=8)
 
 
