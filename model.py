@@ -163,7 +163,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + a attn(norm(x)), then x + a mlp(norm(x)); a = 1/sqrt(2L) keeps the stream's size O(1) (depth scaling)."""
+    """x + a attn(norm(x)), then x + a mlp(norm(x)). DEVIATION: a = 1/sqrt(2L); the paper only asks that h stay O(1)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -178,7 +178,7 @@ class Block(nn.Module):
 
 
 def init_weights(module: nn.Module) -> None:
-    """Matrices keep the size of what they map; the embedding is small, so that the first loss is near ln V."""
+    """DEVIATION: our own. Matrices keep the size of what they map; the embedding is small: the first loss is ln V."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=module.in_features ** -0.5)
     elif isinstance(module, nn.Embedding):
@@ -238,7 +238,7 @@ class GPT(nn.Module):
         return torch.cat([angle, angle], dim=-1).cos(), torch.cat([-angle, angle], dim=-1).sin()  # (T, 1, D_h)
 
     def slide(self, cache: KVCache) -> None:
-        """Generation past block_size: re-runs the stack once over the last half block of the inputs actually fed."""
+        """DEVIATION: past block_size, the stack is re-run once over the last half block of the inputs actually fed."""
         recent = cache.u[:, cache.length - self.config.block_size // 2:cache.length]  # (B, block_size/2, D)
         cache.length = 0
         self.stack(recent, cache)
@@ -345,6 +345,6 @@ def objective(losses: Tensor, lam: float = 1.0) -> Tensor:
 
 
 def prefix_mask(n_rows: int, n_positions: int, device: torch.device | None = None) -> Tensor:
-    """(B, T) bool, True at each row's first p positions, p uniform in 1..T-1: the plain part under prefix mixin."""
+    """(B, T) bool, each row's plain part under prefix mixin, its first p. DEVIATION: p uniform in 1..T-1; left open."""
     p = torch.randint(1, max(n_positions, 2), (n_rows, 1), device=device)  # (B, 1)
     return torch.arange(n_positions, device=device) < p  # (B, T)

@@ -137,7 +137,7 @@ def evaluate(model: GPT, tokens: np.ndarray, n_windows: int, n_passes: int, batc
 
 
 def make_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """AdamW, which decays matrices only; with optimizer=muon the matrices but the embedding go to Muon instead."""
+    """AdamW, decaying matrices only; muon: Muon for all of them but the embedding. DEVIATION: the paper has NorMuon."""
     hidden = [p for p in model.parameters() if p.ndim == 2 and p is not model.embedding.weight]
     gains = [p for p in model.parameters() if p.ndim < 2]
     muon = config.optimizer == "muon"
