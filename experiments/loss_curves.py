@@ -34,7 +34,7 @@ def read_log(folder: Path) -> tuple[list[dict], list[dict]]:
 
 
 def curve(lines: list[dict], name: str, k: int, smooth: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the lines that have a pass k (from 0): steps, losses, and losses minus the first pass's, (N,) each, averaged."""
+    """Of lines with a pass k (from 0): steps, losses, and losses minus the first pass's, (N,) each, averaged."""
     points = np.array([(line["step"], line[name][k], line[name][k] - line[name][0]) for line in lines
                        if len(line[name]) > k]).reshape(-1, 3)
     if len(points) < smooth:
