@@ -47,8 +47,9 @@ def load_checkpoint(path: str | Path) -> dict:
     """What `save_checkpoint` wrote, on the CPU; path is the file or its folder. UserError for anything else."""
     file = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise UserError(f"no checkpoint at {file}; there are: {known_runs()}. "
-                        "Train one: python train.py config/demo.toml")
+        where = "" if file.is_absolute() else f" (in {Path.cwd()})"
+        raise UserError(f"no checkpoint at {file}{where}; there are: {known_runs()}. "
+                        "Train one, without --resume: python train.py config/demo.toml")
     try:
         with zipfile.ZipFile(file) as archive:  # what torch.save writes, with checksums that torch.load ignores
             whole = archive.testzip() is None

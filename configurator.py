@@ -88,7 +88,8 @@ def read_toml(path: str) -> dict[str, Any]:
             return tomllib.load(file)
     except FileNotFoundError:
         here = sorted({str(file) for folder in (Path(path).parent, Path("config")) for file in folder.glob("*.toml")})
-        raise UserError(f"config file {path!r} does not exist; there are: {', '.join(here) or 'none'}") from None
+        where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+        raise UserError(f"config file {path!r} does not exist{where}; there are: {', '.join(here) or 'none'}") from None
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"config file {path!r} cannot be read as TOML: {error}") from None
 
@@ -156,7 +157,8 @@ def run(main) -> None:
             sys.stdout.flush()  # here, where a closed pipe can still be caught
         sys.exit(status)
     except UserError as error:
-        print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # one line, however many processes torchrun started
+            print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).splitlines())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

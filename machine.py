@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         on_cuda = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float16"
         name = on_cuda if device.type == "cuda" else "float32"
+    if name != "float32":  # under autocast RMSNorm's gain is float32, which is meant
+        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
     return getattr(torch, name)
 
 

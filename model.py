@@ -268,7 +268,7 @@ class GPT(nn.Module):
         return self.stack(self.fuse(h, e, plain))
 
     def passes(self, idx: Tensor, k: int, plain: Tensor | None = None, feedback: Feedback = Feedback()) -> list[Tensor]:
-        """[h^(1), ..., h^(k)], each (B, T, D), of tokens (B, T); h^(k) equals the recurrence's at positions 1..k."""
+        """[h^(1), ..., h^(k)], each (B, T, D), of tokens (B, T); without jitter h^(k) is the recurrence's at 1..k."""
         e = self.embed(idx)
         states = [self.stack(e)]  # Eq. (7)
         while len(states) < k:

@@ -140,7 +140,8 @@ def test_missing_checkpoints_are_named_with_those_that_exist(tmp_path, monkeypat
         save_checkpoint(tmp_path / run, {"step": 1})
     for path, file in (("empty", "empty/ckpt.pt"), ("out/demo", "out/demo"), ("no.pt", "no.pt")):
         message = complaint(path)
-        assert f"no checkpoint at {file};" in message and f"there are: {', '.join(sorted(runs))}." in message
+        assert f"no checkpoint at {file} (in {tmp_path});" in message
+        assert f"there are: {', '.join(sorted(runs))}." in message
         assert "python train.py" in message
 
 

@@ -218,13 +218,13 @@ def test_a_file_that_is_no_toml(toml, tmp_path):
 
 def test_a_missing_file_lists_those_there_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert complaint("gone.toml") == "config file 'gone.toml' does not exist; there are: none"
+    assert complaint("gone.toml") == f"config file 'gone.toml' does not exist in {tmp_path}; there are: none"
     (tmp_path / "config").mkdir()
     for name in ("b", "a"):
         (tmp_path / "config" / f"{name}.toml").touch()
     names = f"{Path('config/a.toml')}, {Path('config/b.toml')}"
     for word in ("a", "config/c.toml", "nowhere/c.toml"):
-        assert complaint(word) == f"config file {word!r} does not exist; there are: {names}"
+        assert complaint(word) == f"config file {word!r} does not exist in {tmp_path}; there are: {names}"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "d.toml").touch()
     assert complaint("mine/e.toml").endswith(f"there are: {names}, {Path('mine/d.toml')}")

@@ -229,7 +229,7 @@ def test_loss_curves_draw_the_log(tmp_path, figures, capsys):
     training = [{"step": step, "passes": 1 if step < 3 else 2, "losses": [8.0 / step] + [6.0] * (step >= 3)}
                 for step in range(1, 5)]
     training += [{"step": step, "passes": 2, "losses": [2.0, 1.0]} for step in (5, 6)]
-    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, EVALUATIONS + training)))
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in EVALUATIONS + training))
     assert loss_curves.main([str(tmp_path), "--smooth=2"]) == 0
     losses, gaps = (lines(axes) for axes in figures[0].axes)
     steps = [0, 10, 20, 30, 40]
@@ -252,10 +252,21 @@ def test_loss_curves_of_a_run(tiny_run, plain_run, tmp_path, figures):
         assert [f"pass {k}, validation" in labels for k in (1, 2, 3)] == [k <= n_passes for k in (1, 2, 3)]
 
 
+def test_loss_curves_say_when_there_is_nothing_to_compare(plain_run, tiny_run, tmp_path, capsys):
+    for arguments in ([plain_run], [tiny_run, "--smooth=1000"]):
+        loss_curves.main([*arguments, f"--out={tmp_path}/loss.png"])
+        assert "not logged often enough" in capsys.readouterr().out
+
+
 def test_loss_curves_name_the_mistake(tmp_path):
     assert "one run's folder" in refused(loss_curves)
     assert str(tmp_path / "log.jsonl") in refused(loss_curves, str(tmp_path))
     assert "smooth=0" in refused(loss_curves, str(tmp_path), "--smooth=0")
+    (tmp_path / "log.jsonl").write_text('{"step": 0, "val_losses": [2.0]}\n{"step": 1, "passes": 1, "losses": [2.0]}\n')
+    for out in (f"{tmp_path}/no/a.png", f"{tmp_path}/a.xyz"):
+        assert f"--out={out}" in refused(loss_curves, str(tmp_path), f"--out={out}")
+    (tmp_path / "log.jsonl").write_text("garbage\n")
+    assert "'garbage' is no line of a log" in refused(loss_curves, str(tmp_path))
     (tmp_path / "log.jsonl").write_text('{"step": 1, "passes": 1, "losses": [2.0]}\n')
     assert "--eval_iters" in refused(loss_curves, str(tmp_path))
 

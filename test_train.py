@@ -20,7 +20,7 @@ import train as trainer
 from checkpoint import load_checkpoint, load_model
 from configurator import UserError, build
 from conftest import QUICK, SHAPE
-from model import GPT, Feedback, GPTConfig
+from model import GPT, GPTConfig
 from prepare import load_meta, load_tokens
 from train import Run, TrainConfig, learning_rate, make_optimizers, pass_count, train
 
@@ -103,7 +103,8 @@ def test_prefix_mixin_is_a_share_of_the_steps():
 @pytest.mark.parametrize("field, value", [
     ("pass_mix", (0.5, 0.4)), ("pass_mix", ()), ("pass_mix", (1.5, -0.5)), ("pass_mix", (math.nan,)),
     ("batch_size", -1), ("batch_size", 0), ("max_iters", -5), ("learning_rate", math.nan), ("learning_rate", math.inf),
-    ("jitter", -0.1), ("prefix_mixin", 1.5), ("cooldown", 2.0), ("lambda_", -1.0), ("seed", -1), ("eval_passes", 0)])
+    ("jitter", -0.1), ("prefix_mixin", 1.5), ("cooldown", 2.0), ("lambda_", -1.0), ("seed", -1), ("eval_passes", 0),
+    ("beta1", 1.0), ("beta2", 1.0)])
 def test_impossible_settings_are_named(field, value):
     with pytest.raises(ValueError, match=field.rstrip("_")):
         TrainConfig(**{field: value})
@@ -211,6 +212,32 @@ def test_lines_after_the_checkpoint_are_dropped_on_resume(start, tmp_path):
     start(**EVERYTHING, resume=True)
     lines = [line for line in log(tmp_path / "run") if "losses" in line]
     assert [line["step"] for line in lines] == list(range(1, 11)) and [9.9] not in [line["losses"] for line in lines]
+
+
+def test_a_log_with_another_line_is_refused_and_named(start, tmp_path):
+    start(**EVERYTHING, stop=lambda step: step == 5)
+    for line in ("garbage", "[1]", "3", '{"loss": 1}'):
+        (tmp_path / "run" / "log.jsonl").write_text(line + "\n")
+        with pytest.raises(UserError, match="is no line of a log; delete"):
+            start(**EVERYTHING, resume=True)
+
+
+def test_an_out_dir_that_cannot_be_is_named(start, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in ("file", "file/below"):
+        with pytest.raises(UserError, match="--out_dir=.*name a folder"):
+            start(out_dir=str(tmp_path / out))
+
+
+def test_a_folder_that_never_saved_offers_no_resume(start, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.jsonl").write_text("")
+    with pytest.raises(UserError) as error:
+        start()
+    assert "--overwrite" in str(error.value) and "--resume" not in str(error.value)
+    with pytest.raises(UserError, match="without --resume"):
+        start(resume=True)
+    assert start(max_iters=1, overwrite=True)["finished"]
 
 
 def test_evaluation_changes_nothing(start, tmp_path):
@@ -347,7 +374,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(start, tmp
     start(max_iters=3)
     before = (tmp_path / "run" / "ckpt.pt").read_bytes()
     monkeypatch.setattr(GPT, "head", lambda self, h: F.linear(h, self.embedding.weight) * float("nan"))
-    with pytest.raises(UserError, match="loss.*no number.*checkpoint is kept.*--learning_rate"):
+    with pytest.raises(UserError, match="loss.*nan.*gradient norm nan.*no number.*checkpoint is kept.*--learning_rate"):
         start(max_iters=6, resume=True)
     assert (tmp_path / "run" / "ckpt.pt").read_bytes() == before
 

@@ -8,9 +8,7 @@ Whatever is random is a function of (seed, purpose, step, micro-batch) and never
 """
 
 import contextlib
-import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -20,13 +18,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from checkpoint import check_same_run, initial_weights, load_checkpoint, save_checkpoint
 from configurator import UserError, key, parse, run, setting
 from machine import Processes, compiled, pick_device, pick_dtype, stop_on_signals
 from model import GPT, Feedback, GPTConfig, objective
 from prepare import load_meta, load_tokens
+from runlog import Log
 
 draw = np.random.default_rng  # of (seed, purpose, step, micro-batch)
 BATCH, PASSES, MIXIN, NOISE, INIT = range(5)  # the purposes
@@ -76,7 +74,8 @@ class TrainConfig:
             (1, math.inf, "batch_size grad_accum eval_passes"),
             (0, math.inf, "seed max_iters warmup_iters eval_interval eval_iters log_interval"),
             (0, math.inf, "lambda_ jitter learning_rate weight_decay grad_clip"),
-            (0, 1, "cooldown prefix_mixin beta1 beta2"),
+            (0, 1, "cooldown prefix_mixin"),
+            (0, math.nextafter(1, 0), "beta1 beta2"),
         ):
             for name in names.split():
                 if not low <= getattr(self, name) <= high or math.isinf(getattr(self, name)):
@@ -207,7 +206,8 @@ class Run:
                 group["lr"] = rate
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip or math.inf)
         losses = self.processes.mean(losses).tolist()
-        self.require_finite("loss", losses + ([] if self.scaler.is_enabled() else [float(norm)]))
+        self.require_finite(f"loss of each pass {losses}, gradient norm {float(norm)}",
+                            losses if self.scaler.is_enabled() else [*losses, float(norm)])
         for optimizer in self.optimizers:
             self.scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
@@ -230,7 +230,7 @@ class Run:
         """Validation losses -> their log line, kept in the counters too."""
         n_passes, n_rows = 1 if self.model.fusion is None else self.config.eval_passes, self.config.batch_size
         losses = evaluate(self.model, self.tokens["val"], self.config.eval_iters * n_rows, n_passes, n_rows)
-        self.require_finite("validation loss", losses)
+        self.require_finite(f"validation loss {losses}", losses)
         best = self.counters["best_val_losses"] or losses
         self.counters |= {"val_losses": losses, "best_val_losses": [min(pair) for pair in zip(best, losses)]}
         return {"step": self.counters["step"], "val_losses": losses}
@@ -238,8 +238,9 @@ class Run:
     def require_finite(self, what: str, values: list[float]) -> None:
         if not all(map(math.isfinite, values)):
             kept = "the last checkpoint is kept" if (self.folder / "ckpt.pt").exists() else "nothing was saved yet"
-            raise UserError(f"after step {self.counters['step']} the {what} or its gradient is no number ({values}); "
-                            f"{kept}. Try a --learning_rate lower than {self.config.learning_rate}, or --grad_clip=1")
+            raise UserError(f"after step {self.counters['step']}: {what}: no number; {kept}. Try a smaller "
+                            f"--learning_rate or --lambda (now {self.config.learning_rate}, {self.config.lambda_})"
+                            + ("" if 0 < self.config.grad_clip <= 1 else ", or --grad_clip=1"))
 
     def save(self) -> None:
         if self.processes.rank == 0:
@@ -260,51 +261,9 @@ def check(config: TrainConfig, model_config: GPTConfig, lengths: dict[str, int])
                         "--fusion=none; give --pass_mix=1")
     there = [name for name in ("ckpt.pt", "log.jsonl") if (folder / name).exists()]
     if there and not (config.resume or config.overwrite):
-        raise UserError(f"{folder} already holds a run ({', '.join(there)}): --resume it, --overwrite it, "
+        resume = "--resume it, " if "ckpt.pt" in there else ""
+        raise UserError(f"{folder} already holds a run ({', '.join(there)}): {resume}--overwrite it, "
                         "or choose another --out_dir")
-
-
-class Log:
-    """out/<run>/log.jsonl, and the same for people: a progress bar on a terminal, plain lines elsewhere."""
-
-    def __init__(self, run: Run):
-        self.file, self.every, self.active = run.folder / "log.jsonl", run.config.log_interval, run.processes.rank == 0
-        step, total = run.counters["step"], run.config.max_iters
-        self.bar = tqdm(total=total, initial=step, unit="step", disable=not (self.active and sys.stderr.isatty()))
-        if self.active:
-            run.folder.mkdir(parents=True, exist_ok=True)
-            if run.config.overwrite:
-                (run.folder / "ckpt.pt").unlink(missing_ok=True)
-            old = self.file.read_text() if run.config.resume and self.file.exists() else ""
-            # Lines after the checkpoint's step tell of steps that will be done again; the last one may be torn.
-            kept = [line for line in old.splitlines(True) if line.endswith("\n") and json.loads(line)["step"] <= step]
-            self.file.write_text("".join(kept))
-            self.say(f"{run.folder}: {sum(p.numel() for p in run.model.parameters()):,} parameters, step {step} of "
-                     f"{total}, {run.device}, {str(run.dtype).removeprefix('torch.')}")
-
-    def say(self, text: str) -> None:
-        if self.active:
-            tqdm.write(text)
-
-    def write(self, entry: dict) -> None:
-        if self.active:
-            with open(self.file, "a") as file:
-                file.write(json.dumps(entry) + "\n")
-
-    def trained(self, entry: dict) -> None:
-        self.bar.update()
-        if self.every and entry["step"] % self.every == 0:
-            self.write(entry)
-            losses = " ".join(f"{loss:.3f}" for loss in entry["losses"])
-            self.bar.set_postfix_str(f"loss {losses}")
-            if self.bar.disable:
-                self.say(f"step {entry['step']:6d}  loss {losses:24s} lr {entry['lr']:.2e}  "
-                         f"norm {entry['grad_norm']:.2f}  {entry['tokens_per_second']:,} tokens/s")
-
-    def evaluated(self, entry: dict) -> None:
-        self.write(entry)
-        losses = " ".join(f"{loss:.4f}" for loss in entry["val_losses"])
-        self.say(f"step {entry['step']:6d}  validation loss by pass: {losses}")
 
 
 def train(config: TrainConfig, model_config: GPTConfig, stop: Callable[[int], bool] = lambda step: False) -> dict:
@@ -315,7 +274,13 @@ def train(config: TrainConfig, model_config: GPTConfig, stop: Callable[[int], bo
     current = Run(config, model_config)
     try:
         with stop_on_signals() as signals:
-            log, step, halt = Log(current), current.counters["step"], False
+            step, halt, first = current.counters["step"], False, current.processes.rank == 0
+            for name in ("ckpt.pt", "log.jsonl") if config.overwrite and first else ():
+                (current.folder / name).unlink(missing_ok=True)
+            log = Log(current.folder, step, config.max_iters, config.log_interval, first)
+            n_params = sum(p.numel() for p in current.model.parameters())
+            log.say(f"{current.folder}: {n_params:,} parameters, step {step} of "
+                    f"{config.max_iters}, {current.device}, {str(current.dtype).removeprefix('torch.')}")
             if config.eval_iters and not config.resume:
                 log.evaluated(current.evaluate())
             while step < config.max_iters and not halt:
@@ -332,9 +297,11 @@ def train(config: TrainConfig, model_config: GPTConfig, stop: Callable[[int], bo
                 current.save()
             finished = step >= config.max_iters
             log.bar.close()
-            log.say(f"{'finished' if finished else 'stopped'} at step {step}; saved in {current.folder}/ckpt.pt"
-                    + ("" if finished else "; go on with --resume"))
+            more = "to train on, --resume with a larger --max_iters" if finished else "go on with --resume"
+            log.say(f"{'finished' if finished else 'stopped'} at step {step}; {current.folder}/ckpt.pt has it; {more}")
             return current.counters | {"finished": finished}
+    except OSError as error:
+        raise UserError(f"--out_dir={config.out_dir}: {error}; name a folder that can be written") from None
     finally:
         current.processes.close()
 

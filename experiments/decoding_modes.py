@@ -17,7 +17,6 @@ Measured, in each mode:
   that it had before. The text that really follows the prompts is measured in the same way.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
@@ -30,7 +29,7 @@ from tqdm import tqdm
 
 from configurator import UserError, parse, run, setting
 from experiments.report import Settings as Shared
-from experiments.report import held_out, labels, load, need_feedback, save, table
+from experiments.report import held_out, labels, load, need_feedback, save, start, table
 from model import GPT, Mode
 from sample import Tokenizer, sampler
 from tokenizer import make_tokenizer
@@ -171,7 +170,7 @@ def main(argv: list[str]) -> int:
     settings, paths = parse(argv, Settings, doc=__doc__, positional="checkpoint")
     if not paths:
         raise UserError("name at least one checkpoint, e.g. python -m experiments.decoding_modes out/demo")
-    began, results, rows = time.perf_counter(), {}, []
+    began, results, rows = start(paths, settings), {}, []
     for path, name in zip(paths, labels(paths)):
         model, checkpoint, tokens = load(path, settings)
         modes = get_args(Mode)

@@ -14,7 +14,6 @@ and for 0, the exact fixed point: after block_size passes the states are those o
 - agreement: the share of positions whose most likely next token is that of the fixed point.
 """
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +24,7 @@ from tqdm import tqdm
 
 from configurator import UserError, parse, run, setting
 from experiments.report import Settings as Shared
-from experiments.report import held_out, labels, load, need_feedback, save, table
+from experiments.report import held_out, labels, load, need_feedback, save, start, table
 from model import GPT
 
 BATCH = 40  # windows at a time
@@ -126,7 +125,7 @@ def main(argv: list[str]) -> int:
     settings, paths = parse(argv, Settings, doc=__doc__, positional="checkpoint")
     if not paths:
         raise UserError("name at least one checkpoint, e.g. python -m experiments.fixed_point out/demo")
-    began, results = time.perf_counter(), {}
+    began, results = start(paths, settings), {}
     for path, name in zip(paths, labels(paths)):
         model, checkpoint, tokens = load(path, settings)
         need_feedback(path, checkpoint)

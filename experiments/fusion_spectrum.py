@@ -18,7 +18,6 @@ Measured, each beside an untrained model of the same shape and seed, so that one
 The first position of a window is never fused and not counted.
 """
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +27,7 @@ from tqdm import tqdm
 
 from configurator import UserError, parse, run, setting
 from experiments.report import Settings as Shared
-from experiments.report import held_out, labels, load, need_feedback, save, table
+from experiments.report import held_out, labels, load, need_feedback, save, start, table
 from model import GPT, Fusion
 from train import INIT
 
@@ -171,7 +170,7 @@ def main(argv: list[str]) -> int:
     settings, paths = parse(argv, Settings, doc=__doc__, positional="checkpoint")
     if not paths:
         raise UserError("name at least one checkpoint, e.g. python -m experiments.fusion_spectrum out/demo")
-    began, results = time.perf_counter(), {}
+    began, results = start(paths, settings), {}
     for path, name in zip(paths, labels(paths)):
         model, checkpoint, tokens = load(path, settings)
         need_feedback(path, checkpoint)

@@ -178,7 +178,7 @@ def main(argv: list[str]) -> int:
     settings, words = parse(argv, Settings, doc=__doc__, positional="checkpoint")
     if len(words) != 1:
         raise UserError("name one checkpoint, as in: python -m experiments.kv_replay out/demo")
-    began = time.perf_counter()
+    began = report.start(words, settings)
     model, checkpoint, tokens = report.load(words[0], settings)
     report.need_feedback(words[0], checkpoint)
     n_prompt, n_new = lengths(settings, model.config.block_size)

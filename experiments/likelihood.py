@@ -15,7 +15,6 @@ of n rollouts, (sum w)^2 / (n sum w^2). One pass is ordinary teacher forcing: St
 fit into block_size; as many passes as there are sampled tokens are exact, so a k near that number proves nothing.
 """
 
-import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -136,7 +135,7 @@ def main(argv: list[str]) -> int:
     settings, words = parse(argv, Settings, doc=__doc__, positional="checkpoint")
     if len(words) != 1:
         raise UserError("name one checkpoint, as in: python -m experiments.likelihood out/demo --sampler=out/other")
-    began = time.perf_counter()
+    began = report.start(words, settings)
     model, checkpoint, tokens = report.load(words[0], settings)
     report.need_feedback(words[0], checkpoint)
     samplers: dict[str, tuple[GPT, Mode]] = {"its own": (model, "soft")}

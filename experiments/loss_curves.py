@@ -6,12 +6,12 @@ Left the losses, right those of the later passes minus pass 1's on the same toke
 thin lines the training batches, averaged over `smooth` logged steps.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+import runlog
 from configurator import UserError, parse, run, setting
 
 
@@ -27,9 +27,10 @@ class Settings:
 
 def read_log(folder: Path) -> tuple[list[dict], list[dict]]:
     """The training and the evaluation lines of a run's log.jsonl."""
-    if not (folder / "log.jsonl").is_file():
-        raise UserError(f"no log at {folder / 'log.jsonl'}; name a run's folder, e.g. out/demo")
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    file = folder / "log.jsonl"
+    if not file.is_file():
+        raise UserError(f"no log at {file}; name a run's folder, e.g. out/demo")
+    lines = runlog.read_log(file)
     return [line for line in lines if "losses" in line], [line for line in lines if "val_losses" in line]
 
 
@@ -79,10 +80,15 @@ def main(argv: list[str]) -> int:
     right.set(xlabel="step", ylabel="loss minus pass 1's (nats a token)", title="Later passes against pass 1")
     right.axhline(0, color="C0", lw=1)
     out = Path(settings.out or folder / "loss.png")
-    figure.savefig(out, dpi=110)
+    try:
+        figure.savefig(out, dpi=110)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--out={out}: {error}; name a .png file in a folder that can be written") from None
     steps, _, gaps = curve(training, "losses", 1, settings.smooth)
     step = crossing(steps, gaps)
     crossed = "does not stay under pass 1" if step is None else f"is under pass 1 from step {step} on"
+    if not len(steps):
+        crossed = "was not logged often enough to compare; train by more passes, log more often, or lower --smooth"
     print(f"{folder}: pass 2 {crossed} (training batches, {settings.smooth} logged steps averaged); wrote {out}")
     return 0
 

@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from configurator import UserError, parse, run, setting
 from experiments.report import Settings as Shared
-from experiments.report import held_out, labels, load, need_feedback, save, table
+from experiments.report import held_out, labels, load, need_feedback, save, start, table
 from model import GPT
 
 SHORT, LONG = 8, 1000  # feedback passes
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
     settings, paths = parse(argv, Settings, doc=__doc__, positional="checkpoint")
     if not paths:
         raise UserError("name at least one checkpoint, e.g. python -m experiments.prefill_passes out/demo")
-    began, n_passes, results = time.perf_counter(), settings.passes or (LONG if settings.long else SHORT), {}
+    began, n_passes, results = start(paths, settings), settings.passes or (LONG if settings.long else SHORT), {}
     for path, name in zip(paths, labels(paths)):
         model, checkpoint, tokens = load(path, settings)
         idx, targets = held_out(model, tokens, settings.n_windows)

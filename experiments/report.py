@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -54,6 +55,18 @@ def held_out(model: GPT, tokens: np.ndarray, n_windows: int) -> tuple[Tensor, Te
     return windows(tokens, even_starts(tokens, n_windows, block_size), block_size, model.embedding.weight.device)
 
 
+def start(paths: list[str], settings: Settings) -> float:
+    """The time, for `save`; UserError, before any work, for a checkpoint, its data or a results_dir that would fail."""
+    began = time.perf_counter()
+    for path in paths:
+        load(path, settings)
+    folder = Path(settings.results_dir).absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise UserError(f"--results_dir={settings.results_dir}: {there} is no folder that can be written; name another")
+    return began
+
+
 def need_feedback(path: str, checkpoint: dict) -> None:
     """UserError, saying how to train it, where a checkpoint never trained latent feedback."""
     if problem := without_feedback(path, checkpoint):
@@ -87,7 +100,7 @@ def commit() -> str:
 def save(name: str, settings: Settings, began: float, numbers: dict, draw: Callable[[Any], None]) -> None:
     """Writes results_dir/name.json (the numbers, and how they came about) and name.png, which draw(figure) fills.
 
-    began: time.perf_counter() of the start.
+    began: what `start` returned.
     """
     from matplotlib.figure import Figure
 
