@@ -23,7 +23,6 @@ The fixed point itself is no artefact: Soft decoding after a prompt of one token
 contraction says that a few passes approach it, not that it is the pass with the lowest loss.
 """
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
