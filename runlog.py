@@ -16,13 +16,15 @@ def read_log(file: Path) -> list[dict]:
     """
     entries = []
     for line in file.read_text(errors="replace").splitlines(keepends=True) if file.exists() else []:
+        if not line.endswith("\n"):
+            break
         try:
-            entry = json.loads(line) if line.endswith("\n") else None
+            entry = json.loads(line)
         except json.JSONDecodeError:
-            entry = {}
-        if entry is not None and not (isinstance(entry, dict) and "step" in entry):
+            entry = None
+        if not (isinstance(entry, dict) and "step" in entry):
             raise UserError(f"{file}: {line.strip()[:60]!r} is no line of a log; delete that line")
-        entries += [entry] if entry else []
+        entries.append(entry)
     return entries
 
 

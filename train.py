@@ -86,6 +86,11 @@ class TrainConfig:
             raise ValueError("resume and overwrite exclude each other")
 
 
+def seed_torch(*place: int) -> None:
+    """Seeds what PyTorch draws next by its place: (seed, purpose, step, micro-batch)."""
+    torch.manual_seed(int(draw(place).integers(2**62)))
+
+
 def pass_count(config: TrainConfig, step: int) -> int:
     """Forward passes of this step. Staged: the single-pass steps first; interleaved: drawn from the whole mix."""
     mix = np.array(config.pass_mix)
@@ -165,7 +170,7 @@ class Run:
         self.counters: dict[str, Any] = {name: saved[name] if saved else start for name, start in COUNTERS.items()}
         self.identity = {"model_config": asdict(model_config), "tokenizer": self.meta["tokenizer"],
                          "train_config": asdict(config) | {"pass_mix": list(config.pass_mix)}, "dataset": self.meta}
-        torch.manual_seed(int(draw((config.seed, INIT)).integers(2**62)))
+        seed_torch(config.seed, INIT)
         self.model = GPT(model_config)
         if saved:
             check_same_run(saved, self.identity, self.folder)
@@ -193,7 +198,7 @@ class Run:
         for micro in range(config.grad_accum):
             place = micro * self.processes.size + self.processes.rank  # two processes do one's two micro-batches
             idx, targets = self.batch(step, place)
-            torch.manual_seed(int(draw((config.seed, NOISE, step, place)).integers(2**62)))  # jitter, prefixes, dropout
+            seed_torch(config.seed, NOISE, step, place)  # jitter, prefixes, dropout
             last = micro == config.grad_accum - 1
             with contextlib.nullcontext() if last or self.processes.size == 1 else self.wrapped.no_sync():
                 with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):

@@ -27,9 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from checkpoint import without_feedback
 from configurator import UserError, parse, run, setting
 from experiments.report import Settings as Shared
-from experiments.report import held_out, labels, load, need_feedback, save, start, table
+from experiments.report import held_out, labels, save, start, table
 from model import GPT, Mode
 from sample import Tokenizer, sampler
 from tokenizer import make_tokenizer
@@ -170,14 +171,11 @@ def main(argv: list[str]) -> int:
     settings, paths = parse(argv, Settings, doc=__doc__, positional="checkpoint")
     if not paths:
         raise UserError("name at least one checkpoint, e.g. python -m experiments.decoding_modes out/demo")
-    began, results, rows = start(paths, settings), {}, []
-    for path, name in zip(paths, labels(paths)):
-        model, checkpoint, tokens = load(path, settings)
+    (began, runs), results, rows = start(paths, settings), {}, []
+    for path, name, (model, checkpoint, tokens) in zip(paths, labels(paths), runs):
         modes = get_args(Mode)
-        try:
-            need_feedback(path, checkpoint)
-        except UserError as error:
-            print(f"{name}, Standard only: {error}")
+        if problem := without_feedback(path, checkpoint):
+            print(f"{name}, Standard only: {problem}")
             modes = ("standard",)
         tokenizer = make_tokenizer(checkpoint["tokenizer"])
         result = results[name] = {"checkpoint": path} | measure(model, tokenizer, tokens, modes, settings)

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from configurator import UserError, parse, run, setting
 from experiments.report import Settings as Shared
-from experiments.report import held_out, labels, load, need_feedback, save, start, table
+from experiments.report import held_out, labels, need_feedback, save, start, table
 from model import GPT
 
 BATCH = 40  # windows at a time
@@ -125,9 +125,8 @@ def main(argv: list[str]) -> int:
     settings, paths = parse(argv, Settings, doc=__doc__, positional="checkpoint")
     if not paths:
         raise UserError("name at least one checkpoint, e.g. python -m experiments.fixed_point out/demo")
-    began, results = start(paths, settings), {}
-    for path, name in zip(paths, labels(paths)):
-        model, checkpoint, tokens = load(path, settings)
+    (began, runs), results = start(paths, settings), {}
+    for path, name, (model, checkpoint, tokens) in zip(paths, labels(paths), runs):
         need_feedback(path, checkpoint)
         found = measure(model, *held_out(model, tokens, settings.n_windows), settings.tols)
         result = results[name] = summary(found, settings.tols, model.config.block_size)

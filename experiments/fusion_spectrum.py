@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 from configurator import UserError, parse, run, setting
 from experiments.report import Settings as Shared
-from experiments.report import held_out, labels, load, need_feedback, save, start, table
+from experiments.report import held_out, labels, need_feedback, save, start, table
 from model import GPT, Fusion
-from train import INIT
+from train import INIT, seed_torch
 
 BATCH = 40  # windows at a time
 BINS = np.linspace(0, 1, 41)
@@ -115,7 +115,7 @@ def measure(model: GPT, idx: Tensor, n_passes: int) -> dict:
 
 def untrained(model: GPT, checkpoint: dict) -> GPT:
     """A model of the same shape, initialised as train.py does for the checkpoint's seed."""
-    torch.manual_seed(int(np.random.default_rng((checkpoint["train_config"]["seed"], INIT)).integers(2**62)))
+    seed_torch(checkpoint["train_config"]["seed"], INIT)
     return GPT(model.config).eval().to(model.embedding.weight.device)
 
 
@@ -170,9 +170,8 @@ def main(argv: list[str]) -> int:
     settings, paths = parse(argv, Settings, doc=__doc__, positional="checkpoint")
     if not paths:
         raise UserError("name at least one checkpoint, e.g. python -m experiments.fusion_spectrum out/demo")
-    began, results = start(paths, settings), {}
-    for path, name in zip(paths, labels(paths)):
-        model, checkpoint, tokens = load(path, settings)
+    (began, runs), results = start(paths, settings), {}
+    for path, name, (model, checkpoint, tokens) in zip(paths, labels(paths), runs):
         need_feedback(path, checkpoint)
         idx, _ = held_out(model, tokens, settings.n_windows)
         results[name] = {"untrained": measure(untrained(model, checkpoint), idx, settings.passes),

@@ -178,8 +178,7 @@ def main(argv: list[str]) -> int:
     settings, words = parse(argv, Settings, doc=__doc__, positional="checkpoint")
     if len(words) != 1:
         raise UserError("name one checkpoint, as in: python -m experiments.kv_replay out/demo")
-    began = report.start(words, settings)
-    model, checkpoint, tokens = report.load(words[0], settings)
+    began, [(model, checkpoint, tokens)] = report.start(words, settings)
     report.need_feedback(words[0], checkpoint)
     n_prompt, n_new = lengths(settings, model.config.block_size)
     prompts = report.held_out(model, tokens, settings.n_windows)[0][:, :n_prompt]

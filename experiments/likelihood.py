@@ -135,8 +135,7 @@ def main(argv: list[str]) -> int:
     settings, words = parse(argv, Settings, doc=__doc__, positional="checkpoint")
     if len(words) != 1:
         raise UserError("name one checkpoint, as in: python -m experiments.likelihood out/demo --sampler=out/other")
-    began = report.start(words, settings)
-    model, checkpoint, tokens = report.load(words[0], settings)
+    began, [(model, checkpoint, tokens)] = report.start(words, settings)
     report.need_feedback(words[0], checkpoint)
     samplers: dict[str, tuple[GPT, Mode]] = {"its own": (model, "soft")}
     if settings.sampler:

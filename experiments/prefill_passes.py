@@ -31,9 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from checkpoint import without_feedback
 from configurator import UserError, parse, run, setting
 from experiments.report import Settings as Shared
-from experiments.report import held_out, labels, load, need_feedback, save, start, table
+from experiments.report import held_out, labels, save, start, table
 from model import GPT
 
 SHORT, LONG = 8, 1000  # feedback passes
@@ -115,15 +116,12 @@ def main(argv: list[str]) -> int:
     settings, paths = parse(argv, Settings, doc=__doc__, positional="checkpoint")
     if not paths:
         raise UserError("name at least one checkpoint, e.g. python -m experiments.prefill_passes out/demo")
-    began, n_passes, results = start(paths, settings), settings.passes or (LONG if settings.long else SHORT), {}
-    for path, name in zip(paths, labels(paths)):
-        model, checkpoint, tokens = load(path, settings)
+    (began, runs), n_passes, results = start(paths, settings), settings.passes or (LONG if settings.long else SHORT), {}
+    for path, name, (model, checkpoint, tokens) in zip(paths, labels(paths), runs):
         idx, targets = held_out(model, tokens, settings.n_windows)
         own_passes = n_passes
-        try:
-            need_feedback(path, checkpoint)
-        except UserError as error:
-            print(f"{name}, its plain loss alone: {error}")
+        if problem := without_feedback(path, checkpoint):
+            print(f"{name}, its plain loss alone: {problem}")
             own_passes = 0
         losses, changes = measure(model, idx, targets, own_passes)
         results[name] = {"checkpoint": path, "block_size": model.config.block_size, "n_windows": len(idx),

@@ -40,12 +40,17 @@ class Settings:
 
 
 def load(path: str, settings: Settings) -> tuple[GPT, dict, np.ndarray]:
-    """A model in eval mode on its device, its checkpoint, and its validation tokens. UserError for other data."""
+    """A model in eval mode on its device, its checkpoint without tensors, and its validation tokens.
+
+    UserError where data_dir holds other data than it was trained on.
+    """
     model, checkpoint = load_model(path, pick_device(settings.device))
     folder = Path(settings.data_dir) / checkpoint["train_config"]["dataset"]
     meta = load_meta(folder)
     if (meta["sha256"], meta["tokenizer"]) != (checkpoint["dataset"]["sha256"], checkpoint["tokenizer"]):
         raise UserError(f"{folder} was prepared from another text than {path} was trained on; prepare that text again")
+    for part in ("model", "optimizers"):  # several runs may be held at once; the model has its own weights
+        del checkpoint[part]
     return model, checkpoint, load_tokens(folder, "val", meta)
 
 
@@ -55,16 +60,18 @@ def held_out(model: GPT, tokens: np.ndarray, n_windows: int) -> tuple[Tensor, Te
     return windows(tokens, even_starts(tokens, n_windows, block_size), block_size, model.embedding.weight.device)
 
 
-def start(paths: list[str], settings: Settings) -> float:
-    """The time, for `save`; UserError, before any work, for a checkpoint, its data or a results_dir that would fail."""
+def start(paths: list[str], settings: Settings) -> tuple[float, list[tuple[GPT, dict, np.ndarray]]]:
+    """The time, for `save`, and what `load` gives for each path.
+
+    UserError, before any work, for a checkpoint, its data or a results_dir that would fail.
+    """
     began = time.perf_counter()
-    for path in paths:
-        load(path, settings)
+    loaded = [load(path, settings) for path in paths]
     folder = Path(settings.results_dir).absolute()
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise UserError(f"--results_dir={settings.results_dir}: {there} is no folder that can be written; name another")
-    return began
+    return began, loaded
 
 
 def need_feedback(path: str, checkpoint: dict) -> None:
@@ -100,7 +107,7 @@ def commit() -> str:
 def save(name: str, settings: Settings, began: float, numbers: dict, draw: Callable[[Any], None]) -> None:
     """Writes results_dir/name.json (the numbers, and how they came about) and name.png, which draw(figure) fills.
 
-    began: what `start` returned.
+    began: the time that `start` returned.
     """
     from matplotlib.figure import Figure
 
