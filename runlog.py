@@ -1,5 +1,6 @@
 """A run's log: out/<run>/log.jsonl, one JSON object a line, and the same for people on the terminal."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -7,6 +8,15 @@ from pathlib import Path
 from tqdm import tqdm
 
 from configurator import UserError
+
+
+@contextlib.contextmanager
+def writing_to(folder: Path):
+    """Around the writing of a run's files: an OSError becomes a UserError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--out_dir={folder}: {error}; name a folder that can be written") from None
 
 
 def read_log(file: Path) -> list[dict]:
@@ -39,9 +49,10 @@ class Log:
         self.file, self.every, self.active = folder / "log.jsonl", every, active
         self.bar = tqdm(total=total, initial=step, unit="step", disable=not (active and sys.stderr.isatty()))
         if active:
-            folder.mkdir(parents=True, exist_ok=True)
             kept = [entry for entry in read_log(self.file) if entry["step"] <= step]
-            self.file.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+            with writing_to(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                self.file.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
 
     def say(self, text: str) -> None:
         if self.active:
@@ -49,7 +60,7 @@ class Log:
 
     def write(self, entry: dict) -> None:
         if self.active:
-            with open(self.file, "a") as file:
+            with writing_to(self.file.parent), open(self.file, "a") as file:
                 file.write(json.dumps(entry) + "\n")
 
     def trained(self, entry: dict) -> None:

@@ -412,6 +412,14 @@ def test_users_mistakes_end_in_one_line_and_exit_code_2(corpus, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_closed_pipe_is_no_fault_of_the_folder(corpus, tmp_path):
+    process = subprocess.Popen(command(corpus, tmp_path / "run", max_iters=100_000), text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()  # as `| head -1` does
+    assert process.wait(timeout=60) == 141 and process.stderr.read() == ""
+
+
 def test_config_files_set_everything_and_name_the_run(corpus, tmp_path):
     text = "lambda = 0.5\npass_mix = [0.5, 0.5]\nn_embd = 32\nn_head = 2\nmax_iters = 1e3\n"
     (tmp_path / "small.toml").write_text(text)

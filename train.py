@@ -24,7 +24,7 @@ from configurator import UserError, key, parse, run, setting
 from machine import Processes, compiled, pick_device, pick_dtype, stop_on_signals
 from model import GPT, Feedback, GPTConfig, objective
 from prepare import load_meta, load_tokens
-from runlog import Log
+from runlog import Log, writing_to
 
 draw = np.random.default_rng  # of (seed, purpose, step, micro-batch)
 BATCH, PASSES, MIXIN, NOISE, INIT = range(5)  # the purposes
@@ -280,8 +280,9 @@ def train(config: TrainConfig, model_config: GPTConfig, stop: Callable[[int], bo
     try:
         with stop_on_signals() as signals:
             step, halt, first = current.counters["step"], False, current.processes.rank == 0
-            for name in ("ckpt.pt", "log.jsonl") if config.overwrite and first else ():
-                (current.folder / name).unlink(missing_ok=True)
+            with writing_to(current.folder):
+                for name in ("ckpt.pt", "log.jsonl") if config.overwrite and first else ():
+                    (current.folder / name).unlink(missing_ok=True)
             log = Log(current.folder, step, config.max_iters, config.log_interval, first)
             n_params = sum(p.numel() for p in current.model.parameters())
             log.say(f"{current.folder}: {n_params:,} parameters, step {step} of "
@@ -305,8 +306,6 @@ def train(config: TrainConfig, model_config: GPTConfig, stop: Callable[[int], bo
             more = "to train on, --resume with a larger --max_iters" if finished else "go on with --resume"
             log.say(f"{'finished' if finished else 'stopped'} at step {step}; {current.folder}/ckpt.pt has it; {more}")
             return current.counters | {"finished": finished}
-    except OSError as error:
-        raise UserError(f"--out_dir={config.out_dir}: {error}; name a folder that can be written") from None
     finally:
         current.processes.close()
 
