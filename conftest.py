@@ -51,3 +51,15 @@ def tiny_run(make_run) -> str:
 def plain_run(make_run) -> str:
     """A run of a plain model."""
     return make_run(fusion="none", pass_mix=(1.0,))
+
+
+@pytest.fixture
+def small_preset(monkeypatch, tmp_path):
+    """Makes each preset of the ablations a model of a few hundred weights, and the sweep `data` one of 1,000 tokens."""
+    from experiments.sweeps import PRESETS
+
+    file = tmp_path / "small.toml"
+    file.write_text('block_size = 16\nn_layer = 1\nn_head = 2\nn_embd = 16\nmax_iters = 2\nbatch_size = 2\n'
+                    'eval_interval = 2\neval_iters = 1\nlog_interval = 1\nwarmup_iters = 1\n')
+    for name in PRESETS:
+        monkeypatch.setitem(PRESETS, name, (str(file), 1_000))

@@ -69,7 +69,7 @@ class TrainConfig:
     compile: bool = setting(False, "torch.compile the step")
 
     def __post_init__(self):
-        object.__setattr__(self, "pass_mix", tuple(self.pass_mix))
+        object.__setattr__(self, "pass_mix", tuple(map(float, self.pass_mix)))
         for low, high, names in (
             (1, math.inf, "batch_size grad_accum eval_passes"),
             (0, math.inf, "seed max_iters warmup_iters eval_interval eval_iters log_interval"),

@@ -107,18 +107,18 @@ def commit() -> str:
 def save(name: str, settings: Settings, began: float, numbers: dict, draw: Callable[[Any], None]) -> None:
     """Writes results_dir/name.json (the numbers, and how they came about) and name.png, which draw(figure) fills.
 
-    began: the time that `start` returned.
+    name: the experiment's, or EXPERIMENT/PART; began: the time that `start` returned.
     """
     from matplotlib.figure import Figure
 
     folder = Path(settings.results_dir)
-    how = {"command": f"python -m experiments.{name} {shlex.join(sys.argv[1:])}", "settings": asdict(settings),
+    how = {"command": f"python -m experiments.{name.split('/')[0]} {shlex.join(sys.argv[1:])}", "settings": asdict(settings),
            "commit": commit(), "device": str(pick_device(settings.device)), "torch": torch.__version__,
            "date": datetime.date.today().isoformat(), "seconds": round(time.perf_counter() - began, 1)}
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     draw(figure)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.json").write_text(json.dumps(how | numbers, indent=1) + "\n")
         figure.savefig(folder / f"{name}.png", dpi=110)
     except OSError as error:

@@ -1,0 +1,191 @@
+"""The paper's ablations in small: detach, schedule, fusion, jitter, passes, prefix mixin, and data efficiency.
+
+    python -m experiments.ablations detach                                    one sweep, or several, or all
+    python -m experiments.ablations all --preset=quick --seeds=1 --jobs=2     two runs at a time
+
+Runs go to out/ablations/PRESET, finished ones are not repeated, interrupted ones go on, and sweeps share what they have
+in common. The arms of a seed see the same batches and begin with the same weights (but the fusion's), so that their
+differences are paired: mean over seeds, with Student's 95% interval, which needs at least two seeds.
+
+SWEEP is one of detach, warmup, interleave, fusion, jitter, passes, mixin, data, or all. Each prints a table and writes
+ablations/SWEEP.json and .png. Losses are in nats a token, on evenly spaced windows of the validation split: pass 1 is
+plain, pass 2 comes after one feedback pass, "32 passes" after 32 of them. A model without feedback has one loss, which
+stands for all three. In the sweep `data`, where runs last until 5 evaluations brought nothing new, each pass is read at
+its best evaluation and "32 passes" means 8.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from configurator import UserError, parse, run, setting, suggestion
+from experiments.report import Settings as Shared
+from experiments.report import save, start, table
+from experiments.runs import Spec, do_all, place
+from experiments.sweeps import PRESETS, SWEEPS, Sweep, first_tokens
+from model import GPTConfig
+from train import TrainConfig
+
+CONFIG = Path(__file__).parent.parent / "config"
+N_PASSES = 100
+METRICS = {"pass 1": 0, "pass 2": 1, "32 passes": 32}  # name: feedback passes
+EXTRA = {"mixin": ("standard", "soft", "fused"), "fusion": ("share", "loss")}  # further columns, see runs.measure
+PATIENCE = 5  # evaluations without a new best, in the sweep `data`
+
+
+@dataclass(frozen=True)
+class Settings(Shared):
+    n_windows: int = setting(120, "evenly spaced windows of the validation split")
+    preset: Literal["quick", "laptop", "gpu"] = setting("laptop", "size and length: config/ablation_PRESET.toml; gpu: "
+                                                                  "config/shakespeare_gpu.toml")
+    seeds: int = setting(3, "runs of each arm, with seeds seed, seed + 1, ...")
+    jobs: int = setting(2, "runs at a time, which share the cores")
+    max_iters: int = setting(0, "training steps of a run; 0: the preset's")
+    out_dir: str = setting("out/ablations", "where the runs go")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.seeds < 1 or self.jobs < 1 or self.max_iters < 0:
+            raise ValueError(f"seeds={self.seeds} and jobs={self.jobs} must be at least 1, max_iters={self.max_iters} "
+                             "positive, or 0 for the preset's")
+
+
+def spec_of(arm: dict, seed: int, settings: Settings) -> Spec:
+    """One run of an arm."""
+    file, all_tokens = PRESETS[settings.preset]
+    config, model_config, _ = parse([str(CONFIG / file)], TrainConfig, GPTConfig)
+    folder, arm, patience = Path(settings.out_dir) / settings.preset, dict(arm), 0
+    n_iters = settings.max_iters or config.max_iters
+    config = replace(config, data_dir=settings.data_dir, device=settings.device, max_iters=n_iters)
+    base = Spec(config, model_config, settings.n_windows, N_PASSES)
+    changes = {"seed": seed, "max_iters": round(n_iters * arm.pop("steps", 1))}
+    if "data" in arm:
+        n_tokens, patience = round(all_tokens * arm.pop("data")), PATIENCE
+        changes |= {"dataset": first_tokens(settings.data_dir, config.dataset, n_tokens, folder / "data"),
+                    "data_dir": str(folder / "data"), "cooldown": 0.0, "learning_rate": config.learning_rate / 3,
+                    "max_iters": 40 * n_iters, "dropout": 0.1, "eval_passes": 9,
+                    "eval_iters": -(-2 * settings.n_windows // config.batch_size)}
+    changes |= arm
+    ours = {name: value for name, value in changes.items() if name in TrainConfig.__dataclass_fields__}
+    shape = {name: value for name, value in changes.items() if name not in ours}
+    spec = Spec(replace(config, **ours), replace(model_config, **shape), settings.n_windows, N_PASSES, patience)
+    return place(spec, base, folder)
+
+
+def interval(values: np.ndarray) -> float | None:
+    """Half of Student's 95% interval of the mean of values (N,), None for a single one."""
+    from scipy.stats import t
+    return float(t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
+
+
+def signed(numbers: dict) -> str:
+    """The table's cell of a paired difference."""
+    half = numbers["difference_interval"]
+    return f"{numbers['difference']:+.4f}" + ("" if half is None else f" ± {half:.4f}")
+
+
+def summary(runs: list[dict], first: list[dict]) -> dict:
+    """An arm's numbers: by metric the mean over seeds, and its paired difference to the first arm with its interval."""
+    losses, theirs = (np.array([[run["losses"][min(k, len(run["losses"]) - 1)] for k in METRICS.values()]
+                                for run in arm]) for arm in (runs, first))  # (seeds, metrics)
+    difference = losses - theirs
+    return {name: {"mean": losses[:, i].mean(), "interval": interval(losses[:, i]),
+                   "difference": difference[:, i].mean(), "difference_interval": interval(difference[:, i])}
+            for i, name in enumerate(METRICS)}
+
+
+def extra(name: str, runs: list[dict]) -> float | str:
+    """The mean of a further number of the runs, '' where they have none."""
+    values = [run.get("modes", {}).get(name, run.get("state", {}).get(name)) for run in runs]
+    return "" if None in values else float(np.mean(values))
+
+
+def equivalents(results: dict) -> list[str]:
+    """How much text a plain model needs for each loss of the full-bandwidth one, from a line through its own losses."""
+    plain = sorted((x, arm["summary"]["pass 1"]["mean"]) for (series, x), arm in results.items() if series == "plain")
+    shares, losses = np.array(plain).T  # (N,) each
+    lines = []
+    for (series, x), arm in results.items():
+        for name, numbers in arm["summary"].items() if series != "plain" else ():
+            falling = np.minimum.accumulate(losses)
+            within = falling[-1] <= numbers["mean"] <= falling[0]
+            share = np.exp(np.interp(-numbers["mean"], -falling, np.log(shares)))
+            numbers["plain_needs"] = float(share / x) if within else None
+            lines.append(f"{name} at {x:g}: a plain model needs {share / x:.2f} times the text" if within else
+                         f"{name} at {x:g}: {numbers['mean']:.3f} is outside of what the plain models reached")
+    return lines
+
+
+def draw(figure, sweep: Sweep, results: dict) -> None:
+    """Left the arms' losses with intervals; right the loss against feedback passes, a curve an arm."""
+    figure.set_size_inches(11, 4.4)
+    arms, passes = figure.subplots(1, 2)
+    for number, series in enumerate(dict.fromkeys(series for series, _ in sweep.arms)):
+        points = {x: results[series, x]["summary"] for s, x in sweep.arms if s == series}
+        for color, name in enumerate(METRICS):
+            mean, bar = ([numbers[name][key] or 0 for numbers in points.values()] for key in ("mean", "interval"))
+            arms.errorbar(list(points), mean, bar, fmt="osv^"[number], ls=("-", "--", ":")[number],
+                          color=f"C{color}", capsize=3, ms=4, lw=1, label=f"{series}, {name}".removeprefix(", "))
+    for (series, x), arm in results.items():
+        if len(arm["losses"]) > 1:
+            passes.plot(arm["losses"], lw=1.2, label=f"{series}, {x}".removeprefix(", "))
+        else:
+            passes.axhline(arm["losses"][0], color="gray", ls="--", lw=1, label=f"{series}, {x}".removeprefix(", "))
+    arms.set(xlabel=sweep.x, ylabel="validation loss (nats a token)", title="Mean over seeds (bar: 95%)")
+    if sweep is SWEEPS["data"]:
+        arms.set_xscale("log")
+    passes.set(xlabel="feedback passes k", title="Loss after k passes")
+    passes.set_xscale("symlog", linthresh=1)
+    low = min(min(arm["losses"]) for arm in results.values())
+    passes.set_ylim(low - 0.03, low + 0.5)
+    for panel in (arms, passes):
+        panel.legend(fontsize="x-small")
+
+
+def report(name: str, runs: dict, settings: Settings, began: float) -> None:
+    """One sweep's table, JSON and figure."""
+    sweep, results, rows = SWEEPS[name], {}, []
+    first = runs[next(iter(sweep.arms))]
+    for (series, x), arm in sweep.arms.items():
+        ours = runs[series, x]
+        results[series, x] = {
+            "series": series, sweep.x: x, "settings": arm, "summary": summary(ours, first),
+            "losses": np.mean([run["losses"] for run in ours], axis=0).tolist(),
+            **{part: extra(part, ours) for part in EXTRA["mixin"] + EXTRA["fusion"]},
+            "compute_tokens": float(np.mean([run["compute_tokens"] for run in ours])), "runs": ours}
+        numbers = results[series, x]["summary"].values()
+        rows.append([f"{series} {x}".strip(), *(part["mean"] for part in numbers),
+                     *map(signed, numbers),
+                     *(results[series, x][part] for part in EXTRA.get(name, ()))])
+    print(f"\n{name}, {settings.seeds} seeds; ± is the 95% interval of the paired difference to the first arm")
+    print(table([sweep.x, *METRICS, *(f"{metric} - first" for metric in METRICS), *EXTRA.get(name, ())], rows))
+    if name == "data":
+        print("\n".join(equivalents(results)))
+    save(f"ablations/{name}", settings, began, {"arms": list(results.values())},
+         lambda figure: draw(figure, sweep, results))
+
+
+def main(argv: list[str]) -> int:
+    settings, words = parse(argv, Settings, doc=__doc__, positional="sweep")
+    for word in words:
+        if word not in SWEEPS and word != "all":
+            raise UserError(f"unknown sweep {word!r}{suggestion(word, SWEEPS)}; there are {', '.join(SWEEPS)}, and all")
+    if not words:
+        raise UserError(f"name a sweep: {', '.join(SWEEPS)}, or all")
+    names = list(SWEEPS) if "all" in words else list(dict.fromkeys(words))
+    began, _ = start([], settings)
+    specs = {(name, arm, seed): spec_of(changes, seed, settings)
+             for seed in range(settings.seed, settings.seed + settings.seeds)
+             for name in names for arm, changes in SWEEPS[name].arms.items()}
+    done = dict(zip(specs, do_all(list(specs.values()), settings.jobs)))
+    for name in names:
+        runs = {arm: [numbers for (a_name, an_arm, _), numbers in done.items() if (a_name, an_arm) == (name, arm)]
+                for arm in SWEEPS[name].arms}
+        report(name, runs, settings, began)
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

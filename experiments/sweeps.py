@@ -1,0 +1,77 @@
+"""What `python -m experiments.ablations` runs, as data: to add a sweep, add an entry to SWEEPS."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from configurator import UserError
+from prepare import load_meta, load_tokens, save
+
+PRESETS = {"quick": ("ablation_quick.toml", 40_000), "laptop": ("ablation_laptop.toml", 400_000),
+           "gpu": ("shakespeare_gpu.toml", 500_000)}  # the arms' common settings, and the tokens of data's "100%"
+PLAIN = {"fusion": "none", "pass_mix": (1.0,)}
+RATIOS = (0.0, 0.25, 0.5, 0.75)
+
+
+def staged(ratio: float) -> dict:
+    """Three passes after a share of single-pass steps, the warmup ratio."""
+    return {"pass_mix": (ratio, 0.0, 1 - ratio)}
+
+
+def equal_compute(settings: dict) -> dict:
+    """The settings with as many steps as cost what three passes throughout cost."""
+    passes = sum(k * share for k, share in enumerate(settings["pass_mix"], start=1))
+    return settings | {"steps": 3 / passes}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Arms by (series, x): what they change in the preset, of both configs; `steps` and `data` are shares of its own.
+
+    The first arm is what the others are compared with.
+    """
+
+    x: str  # the label of the axis
+    arms: dict[tuple[str, float | str], dict]
+
+
+SWEEPS = {
+    "detach": Sweep("warmup ratio", {
+        (name, ratio): staged(ratio) | {"detach": name == "detached"}
+        for name in ("not detached", "detached") for ratio in RATIOS}),
+    "warmup": Sweep("warmup ratio (1: a plain model)", {
+        (name, ratio): equal(arm) for name, equal in (("equal steps", dict), ("equal computation", equal_compute))
+        for ratio, arm in [*((ratio, staged(ratio)) for ratio in RATIOS), (1.0, PLAIN)]}),
+    "interleave": Sweep("share of single-pass steps", {
+        ("interleaved" if interleave else "staged", ratio): staged(ratio) | {"interleave": interleave}
+        for interleave in (False, True) for ratio in (0.5, 0.75)}),
+    "fusion": Sweep("fusion", {
+        **{("", kind): staged(0) | {"fusion": kind} for kind in ("gated", "add", "concat")}, ("", "none"): PLAIN}),
+    "jitter": Sweep("jitter", {("", str(sigma)): staged(0) | {"jitter": sigma} for sigma in (0.02, 0.0, 0.1)}),
+    "passes": Sweep("passes of the steps", {
+        ("", "3"): staged(0), ("", "1"): PLAIN, ("", "2"): {"pass_mix": (0.0, 1.0)},
+        ("", "2 and 3 (22:3)"): {"pass_mix": (0.0, 0.88, 0.12)},
+        ("", "1 to 5"): {"pass_mix": (0.2,) * 5, "interleave": True}}),
+    "mixin": Sweep("share of steps with prefix mixin", {
+        ("", share): staged(0) | {"prefix_mixin": share} for share in (0.0, 0.5, 1.0)}),
+    "data": Sweep("training text (tokens)", {
+        (name, share): arm | {"data": share} for name, arm in (("plain", PLAIN), ("full-bandwidth", staged(0)))
+        for share in (0.1, 0.3, 1.0, 2.0) if share <= 1 or arm is PLAIN}),
+}
+
+
+def first_tokens(data_dir: str, dataset: str, n_tokens: int, folder: Path) -> str:
+    """Makes, under folder, a dataset of the first n_tokens of another's train split and all of its val -> its name."""
+    source, name = Path(data_dir) / dataset, f"{dataset}_{n_tokens}"
+    meta = load_meta(source)
+    if n_tokens > meta["train_tokens"]:
+        raise UserError(f"{source} has {meta['train_tokens']} tokens to train on, and {n_tokens} are asked for")
+    files = {"train.bin": load_tokens(source, "train", meta)[:n_tokens].tobytes(),
+             "val.bin": load_tokens(source, "val", meta).tobytes()}
+    meta |= {"train_tokens": n_tokens, "sha256": hashlib.sha256(f"{meta['sha256']} {n_tokens}".encode()).hexdigest()}
+    try:
+        save(folder / name, files | {"meta.json": json.dumps(meta).encode()})
+    except OSError as error:
+        raise UserError(f"cannot write {folder / name}: {error.strerror}") from None
+    return name
