@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import corpora
 import prepare
 import tokenizer
 from configurator import UserError
@@ -370,7 +371,7 @@ DOC = "{} has a docstring that is longer than eighty characters, so that it coun
 def library(tmp_path, monkeypatch) -> Path:
     """A small standard library in the place of the real one, and no pydoc_data."""
     root = tmp_path / "lib"
-    monkeypatch.setattr(prepare.sysconfig, "get_path", {"stdlib": str(root)}.__getitem__)
+    monkeypatch.setattr(corpora.sysconfig, "get_path", {"stdlib": str(root)}.__getitem__)
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     root.mkdir()
 
@@ -419,7 +420,7 @@ EXPECTED = {*map(DOC.format, ("Module", "Class", "Method", "Inner", "Async", "Co
 
 
 def test_pydocs_reads_the_docstrings_of_the_library(library):
-    text = prepare.pydocs()
+    text = corpora.pydocs()
     documents = text.removesuffix("\n").split("\n\n")
     # the one document of two paragraphs is two of the parts
     assert Counter(documents) == Counter("\n\n".join(EXPECTED).split("\n\n"))
@@ -427,14 +428,14 @@ def test_pydocs_reads_the_docstrings_of_the_library(library):
 
 
 def test_pydocs_depends_neither_on_the_order_of_files_nor_on_pydoc_data(library, monkeypatch):
-    text, found = prepare.pydocs(), list(prepare.docstrings(str(library)))
-    monkeypatch.setattr(prepare, "docstrings", lambda root: reversed(found))
-    assert prepare.pydocs() == text
+    text, found = corpora.pydocs(), list(corpora.docstrings(str(library)))
+    monkeypatch.setattr(corpora, "docstrings", lambda root: reversed(found))
+    assert corpora.pydocs() == text
     documents = sorted(EXPECTED)
     assert [text.index(document) for document in documents] != sorted(map(text.index, documents))  # shuffled
     topics = {"if": "The if statement\tis short.\u00a0\n", "same": DOC.format("Class")}
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", types.SimpleNamespace(topics=topics))
-    with_topics = prepare.pydocs()
+    with_topics = corpora.pydocs()
     assert with_topics.count("The if statement        is short.") == 1  # a tab is blanks up to column 24
     assert with_topics.count(DOC.format("Class")) == 1 and all(document in with_topics for document in EXPECTED)
     assert re.fullmatch(r"[\n -~]+", with_topics)
@@ -553,15 +554,15 @@ def address():
 def play(address, monkeypatch) -> str:
     """PLAY in the place of tiny Shakespeare."""
     monkeypatch.setenv("NO_PROXY", "*")
-    monkeypatch.setattr(prepare, "SHAKESPEARE_BYTES", 10_000)
-    monkeypatch.setattr(prepare, "SHAKESPEARE_SHA256", hashlib.sha256(PLAY).hexdigest())
-    monkeypatch.setattr(prepare, "SHAKESPEARE_URL", address)
+    monkeypatch.setattr(corpora, "SHAKESPEARE_BYTES", 10_000)
+    monkeypatch.setattr(corpora, "SHAKESPEARE_SHA256", hashlib.sha256(PLAY).hexdigest())
+    monkeypatch.setattr(corpora, "SHAKESPEARE_URL", address)
     return address
 
 
 @pytest.mark.parametrize("path", ["good", "moved"])
 def test_shakespeare(play, monkeypatch, path):
-    monkeypatch.setattr(prepare, "SHAKESPEARE_URL", play + path)
+    monkeypatch.setattr(corpora, "SHAKESPEARE_URL", play + path)
     prepare.main(["shakespeare"])
     meta = load_meta(Path("data/shakespeare"))
     assert (meta["train_tokens"], meta["val_tokens"], meta["source"]) == (9000, 1000, "shakespeare")
@@ -578,11 +579,11 @@ def test_shakespeare(play, monkeypatch, path):
 def test_shakespeare_from_a_bad_server(play, monkeypatch, path, reason):
     good = prepared(POEM, "shakespeare")
     before = contents(good)
-    monkeypatch.setattr(prepare, "SHAKESPEARE_URL", play + path)
+    monkeypatch.setattr(corpora, "SHAKESPEARE_URL", play + path)
     if path.startswith("hangs"):
-        monkeypatch.setattr(prepare, "STALL_SECONDS", 0.3)
+        monkeypatch.setattr(corpora, "STALL_SECONDS", 0.3)
     elif path.startswith("drips"):
-        monkeypatch.setattr(prepare, "DOWNLOAD_SECONDS", 0.8)
+        monkeypatch.setattr(corpora, "DOWNLOAD_SECONDS", 0.8)
     began = time.perf_counter()
     message = complaint("shakespeare")
     assert time.perf_counter() - began < 8
@@ -595,9 +596,9 @@ def test_shakespeare_from_a_bad_server(play, monkeypatch, path, reason):
 def test_shakespeare_without_network_or_requests(play, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         nobody = f"http://127.0.0.1:{server.getsockname()[1]}/"
-    monkeypatch.setattr(prepare, "SHAKESPEARE_URL", nobody)
+    monkeypatch.setattr(corpora, "SHAKESPEARE_URL", nobody)
     assert "python prepare.py pydocs" in complaint("shakespeare")
-    monkeypatch.setattr(prepare, "SHAKESPEARE_URL", "http://nowhere.invalid/")
+    monkeypatch.setattr(corpora, "SHAKESPEARE_URL", "http://nowhere.invalid/")
     assert "python prepare.py pydocs" in complaint("shakespeare")
     monkeypatch.setitem(sys.modules, "requests", None)
     assert "requests" in complaint("shakespeare")
@@ -635,7 +636,7 @@ def test_shakespeare_without_network_or_requests(play, monkeypatch):
     (["--inptu=poem.txt"], ["'--inptu=poem.txt'", "did you mean input?"]),
     (["pydocs", "--input=poem.txt"], ["one corpus or one --input", "pydocs --input=poem.txt"]),
     (["pydocs", "shakespeare"], ["one corpus or one --input", "pydocs shakespeare"]),
-    (["shakspeare"], ["'shakspeare'", "did you mean shakespeare?", "pydocs, shakespeare"]),
+    (["shakspeare"], ["'shakspeare'", "did you mean shakespeare?", "pydocs, shakespeare, tasks, cups"]),
     (["poem.txt"], ["'poem.txt'", "--input=poem.txt"]),
 ])
 def test_refusals(argv, parts):

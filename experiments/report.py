@@ -112,8 +112,9 @@ def save(name: str, settings: Settings, began: float, numbers: dict, draw: Calla
     from matplotlib.figure import Figure
 
     folder = Path(settings.results_dir)
-    how = {"command": f"python -m experiments.{name.split('/')[0]} {shlex.join(sys.argv[1:])}", "settings": asdict(settings),
-           "commit": commit(), "device": str(pick_device(settings.device)), "torch": torch.__version__,
+    how = {"command": f"python -m experiments.{name.split('/')[0]} {shlex.join(sys.argv[1:])}",
+           "settings": asdict(settings), "commit": commit(),
+           "device": str(pick_device(settings.device)), "torch": torch.__version__,
            "date": datetime.date.today().isoformat(), "seconds": round(time.perf_counter() - began, 1)}
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     draw(figure)

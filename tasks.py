@@ -1,0 +1,171 @@
+"""Three tasks whose answer is a state that the prompt builds up (the paper's section on what the states hold), as text.
+
+    completion                  memory                      registers
+    need=42                     x=1         the state       r4=0        assignments, in random order
+    done=19                     s=3         the context:    r0=1
+    s=7                         s^=1        8 of these      ...
+    s+=0        distractors     ...                         s=7         8 null updates, of which this is one
+    ...                         s+=0        distractors     s+=0        and these are seven
+    S:m                         ...                         query=r0
+                                F:1                         V:1         the latest value
+
+An answer is one character after a colon: `d` (done, the numerals are equal) or `m` (more), else `0` or `1`. A character
+is a token, and the last four of a register prompt are digit, newline, letter and colon.
+
+A probe set comes in groups, each balanced: every prompt has its counterparts with the other answer. `text` makes the
+text to train on and draws from other groups: other numerals (in every place where equality is asked), other contexts
+of eight updates, other schedules of assignments; these rules hold for every seed. It is meant to be learnt by a small
+model: most of its examples are short, with few distractors, registers and assignments, and a schedule is followed by a
+query of each of its registers. Long ones, up to the longest probe, and the padding with newlines occur as well.
+"""
+
+import random
+import zlib
+from dataclasses import dataclass
+
+DISTRACTORS = (0, 8, 32, 128)
+REGISTERS = (1, 2, 4, 8)  # with 16 assignments in all
+WRITES = (2, 4, 8)  # of each of 8 registers
+SYMBOLS = "\n+0123456789:=FSV^demnoqrsuxy"
+NULL = "s+=0\n"
+CONTEXT = 8  # updates between the state of `memory` and the distractors
+NUMERALS = [f"{n:02}" for n in range(100)]
+PROBED = [n for n in NUMERALS if (int(n[0]) + int(n[1])) % 5 == 0]  # 20: each digit twice in each place
+TRAINED = [n for n in NUMERALS if n not in PROBED]
+Schedule = list[tuple[int, int]]  # (register, value) of each assignment
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt that ends in a colon, the character that answers it, and the group that cross-validation keeps whole."""
+
+    prompt: str
+    answer: str
+    group: int
+
+
+def completion_prompt(need: str, done: str, scratch: int, distractors: int) -> str:
+    return f"need={need}\ndone={done}\ns={scratch}\n{NULL * distractors}S:"
+
+
+def memory_prompt(state: int, scratch: int, bits: list[int], distractors: int) -> str:
+    context = "".join(f"s^={bit}\n" for bit in bits)
+    return f"x={state}\ns={scratch}\n{context}{NULL * distractors}F:"
+
+
+def schedule_prompt(schedule: Schedule, scratch: int, nulls: int) -> str:
+    """All of a register prompt but its query; the scratch's own assignment counts as a null update."""
+    return "".join(f"r{r}={value}\n" for r, value in schedule) + f"s={scratch}\n" + NULL * (nulls - 1)
+
+
+def query_prompt(register: int) -> str:
+    return f"query=r{register}\nV:"
+
+
+def completion(distractors: int, seed: int = 0) -> list[Example]:
+    """1,600 examples of 22 + 5 distractors characters: 80 pairs {a, b} of numerals, each a group of 20.
+
+    A group has the assignments (a, a), (a, b), (b, a), (b, b), each after the same 5 starts of the scratch. Each of
+    the 20 numerals is in 8 pairs, so it is 40 times in each field with each answer; (a, a) is in all 8 groups of a.
+    """
+    draw = random.Random(f"completion {seed}")
+    numerals = draw.sample(PROBED, len(PROBED))
+    pairs = [(a, numerals[(i + step) % len(numerals)]) for step in (1, 2, 3, 4) for i, a in enumerate(numerals)]
+    return [Example(completion_prompt(need, done, scratch, distractors), "d" if need == done else "m", group)
+            for group, (a, b) in enumerate(pairs) for scratch in draw.sample(range(10), 5)
+            for need, done in ((a, a), (a, b), (b, a), (b, b))]
+
+
+def memory(distractors: int, seed: int = 0) -> list[Example]:
+    """1,280 examples of 50 + 5 distractors characters: 128 contexts, each a group of 10.
+
+    The contexts are all those of eight binary updates with an even number of ones; a group has both states, each with
+    the same 5 starts of the scratch.
+    """
+    draw = random.Random(f"memory {seed}")
+    codes = draw.sample([code for code in range(2 ** CONTEXT) if code.bit_count() % 2 == 0], 2 ** CONTEXT // 2)
+    contexts = [[code >> i & 1 for i in range(CONTEXT)] for code in codes]
+    return [Example(memory_prompt(state, scratch, bits, distractors), str(state), group)
+            for group, bits in enumerate(contexts) for scratch in draw.sample(range(10), 5) for state in (0, 1)]
+
+
+def registers(n_registers: int, writes: int, seed: int = 0) -> list[Example]:
+    """256 n_registers examples of 84 + 6 assignments characters: 128 schedules, each a group of 2 n_registers.
+
+    A schedule assigns each register a random value `writes` times, in random order. A group has the schedule and its
+    bitwise complement, with a query of every register. Newlines in front make all prompts equally long.
+    """
+    draw, examples = random.Random(f"registers {n_registers} {writes} {seed}"), []
+    for group in range(128):
+        schedule, scratch = random_schedule(draw, n_registers, n_registers * writes, for_probe=True), draw.randrange(10)
+        for flip in (0, 1):
+            flipped = [(r, value ^ flip) for r, value in schedule]
+            body, latest = schedule_prompt(flipped, scratch, nulls=8), dict(flipped)
+            for r in range(n_registers):
+                prompt = (body + query_prompt(r)).rjust(84 + 6 * len(schedule), "\n")
+                examples.append(Example(prompt, str(latest[r]), group))
+    return examples
+
+
+def probe_sets(seed: int = 0, n_groups: int | None = None) -> dict[tuple[str, int], list[Example]]:
+    """(task, its distractors, registers or writes) -> examples, of the first n_groups. `writes` has 8 registers."""
+    sets = {("completion", n): completion(n, seed) for n in DISTRACTORS}
+    sets |= {("memory", n): memory(n, seed) for n in DISTRACTORS}
+    sets |= {("registers", n): registers(n, 16 // n, seed) for n in REGISTERS}
+    sets |= {("writes", n): registers(8, n, seed) for n in WRITES}
+    return {name: [example for example in examples if n_groups is None or example.group < n_groups]
+            for name, examples in sets.items()}
+
+
+def random_schedule(draw: random.Random, n_registers: int, n_assignments: int, for_probe: bool) -> Schedule:
+    """Every register assigned as often as any other, or once more, in random order; held out just when for_probe."""
+    while True:
+        order = [i % n_registers for i in range(n_assignments)]
+        draw.shuffle(order)
+        schedule = [(r, draw.randrange(2)) for r in order]
+        if held_out(schedule) == for_probe:
+            return schedule
+
+
+def held_out(schedule: Schedule) -> bool:
+    """Whether a schedule is a probe's: a quarter of all those long enough, each together with its complement."""
+    first = schedule[0][1]
+    return len(schedule) >= 16 and zlib.crc32(bytes(2 * r + (value ^ first) for r, value in schedule)) % 4 == 0
+
+
+def text(seed: int = 0, n_examples: int = 60_000) -> str:
+    """The text to train on, from its first to its last part alike: examples with their answers, a line break after."""
+    draw = random.Random(f"text {seed}")
+    kinds = draw.choices((completion_text, memory_text, registers_text), (6, 2, 2), k=n_examples)
+    return "".join(make(draw) for make in kinds)
+
+
+def count(draw: random.Random, least: int, most: int) -> int:
+    """How many of something: mostly the least or up to two more, else anything up to the most, smaller ones oftener."""
+    if draw.random() < 0.8:
+        return draw.randint(least, least + 2)
+    return least - 1 + int((most + 2 - least) ** draw.random())  # its logarithm is uniform
+
+
+def completion_text(draw: random.Random) -> str:
+    need, other = draw.sample(TRAINED, 2)
+    done = draw.choice((need, other))
+    prompt = completion_prompt(need, done, draw.randrange(10), count(draw, 0, max(DISTRACTORS)))
+    return prompt + ("d\n" if need == done else "m\n")
+
+
+def memory_text(draw: random.Random) -> str:
+    state, bits = draw.randrange(2), [draw.randrange(2) for _ in range(count(draw, 0, CONTEXT))]
+    if len(bits) == CONTEXT and sum(bits) % 2 == 0:
+        bits[0] ^= 1  # the even ones are the probe's
+    prompt = memory_prompt(state, draw.randrange(10), bits, count(draw, 0, max(DISTRACTORS)))
+    return f"{prompt}{state}\n"
+
+
+def registers_text(draw: random.Random) -> str:
+    n_registers = draw.choice(REGISTERS)
+    schedule = random_schedule(draw, n_registers, count(draw, n_registers, 64), for_probe=False)
+    latest = dict(schedule)
+    queries = "".join(f"{query_prompt(r)}{latest[r]}\n" for r in draw.sample(range(n_registers), n_registers))
+    padding = "\n" * (draw.randrange(100) if draw.random() < 0.1 else 0)
+    return padding + schedule_prompt(schedule, draw.randrange(10), count(draw, 1, 8)) + queries
