@@ -100,8 +100,14 @@ def test_a_sweep_ends_in_table_json_and_figure_with_paired_differences(data, tmp
     assert result["command"].startswith("python -m experiments.ablations ")
     arms = {arm["fusion"]: arm for arm in result["arms"]}
     assert list(arms) == ["gated", "add", "concat", "none"] and all(len(arm["runs"]) == 2 for arm in arms.values())
-    measured = {kind: [run["losses"] for run in arm["runs"]] for kind, arm in arms.items()}
-    assert len(measured["add"][0]) == 101 and len(measured["none"][0]) == 1
+    whole = {}
+    for kind, part in (("gated", ""), ("add", "fusion=add"), ("concat", "fusion=concat"), ("none", "fusion=none")):
+        folders = [folder for folder in Path(tmp_path, "out/quick").iterdir()
+                   if ((part or "fusion") in folder.name) == bool(part) and "mixin" not in folder.name]
+        whole[kind] = [json.loads((folder / "measured.json").read_text())
+                       for folder in sorted(folders, key=lambda folder: "seed=2" in folder.name)]
+    measured = {kind: [run["losses"] for run in two] for kind, two in whole.items()}
+    assert len(measured["add"][0]) == 101 and len(measured["none"][0]) == 1 and len(measured["gated"]) == 2
     for kind, name, k in (("add", "pass 2", 1), ("concat", "32 passes", 32), ("none", "32 passes", 0)):
         values = [losses[k] for losses in measured[kind]]
         pairs = [value - theirs[max(k, 32 * (kind == "none"))] for value, theirs in zip(values, measured["gated"])]
@@ -111,7 +117,9 @@ def test_a_sweep_ends_in_table_json_and_figure_with_paired_differences(data, tmp
         # two values: their deviation is half of what they are apart times sqrt(2); Student's t for one degree is 12.706
         assert numbers["difference_interval"] == pytest.approx(12.7062 * abs(pairs[0] - pairs[1]) / 2, rel=1e-4)
     assert f"{arms['add']['summary']['pass 2']['difference']:+.4f} ±" in out and "share" in out and "soft" in out
-    assert arms["gated"]["soft"] == pytest.approx(np.mean([run["modes"]["soft"] for run in arms["gated"]["runs"]]))
+    assert arms["gated"]["soft"] == pytest.approx(np.mean([run["modes"]["soft"] for run in whole["gated"]]))
+    assert arms["add"]["losses"][5] == pytest.approx(np.mean([losses[5] for losses in measured["add"]]))
+    assert arms["add"]["runs"][1]["pass 2"] == measured["add"][1][1]
 
     def refuse(*args, **kwargs):
         raise AssertionError("trained again")

@@ -65,7 +65,7 @@ def spec_of(arm: dict, seed: int, settings: Settings) -> Spec:
         n_tokens, patience = round(all_tokens * arm.pop("data")), PATIENCE
         changes |= {"dataset": first_tokens(settings.data_dir, config.dataset, n_tokens, folder / "data"),
                     "data_dir": str(folder / "data"), "cooldown": 0.0, "learning_rate": config.learning_rate / 3,
-                    "max_iters": 40 * n_iters, "dropout": 0.1, "eval_passes": 9,
+                    "max_iters": 40 * n_iters, "dropout": model_config.dropout or 0.1, "eval_passes": 9,
                     "eval_iters": -(-2 * settings.n_windows // config.batch_size)}
     changes |= arm
     ours = {name: value for name, value in changes.items() if name in TrainConfig.__dataclass_fields__}
@@ -86,10 +86,14 @@ def signed(numbers: dict) -> str:
     return f"{numbers['difference']:+.4f}" + ("" if half is None else f" ± {half:.4f}")
 
 
+def read(run: dict) -> list[float]:
+    """A run's loss by each of METRICS; after as many passes as it has where these are fewer."""
+    return [run["losses"][min(k, len(run["losses"]) - 1)] for k in METRICS.values()]
+
+
 def summary(runs: list[dict], first: list[dict]) -> dict:
     """An arm's numbers: by metric the mean over seeds, and its paired difference to the first arm with its interval."""
-    losses, theirs = (np.array([[run["losses"][min(k, len(run["losses"]) - 1)] for k in METRICS.values()]
-                                for run in arm]) for arm in (runs, first))  # (seeds, metrics)
+    losses, theirs = (np.array([read(run) for run in arm]) for arm in (runs, first))  # (seeds, metrics)
     difference = losses - theirs
     return {name: {"mean": losses[:, i].mean(), "interval": interval(losses[:, i]),
                    "difference": difference[:, i].mean(), "difference_interval": interval(difference[:, i])}
@@ -138,8 +142,9 @@ def draw(figure, sweep: Sweep, results: dict) -> None:
         arms.set_xscale("log")
     passes.set(xlabel="feedback passes k", title="Loss after k passes")
     passes.set_xscale("symlog", linthresh=1)
+    passes.set_xlim(0, max(len(arm["losses"]) for arm in results.values()) - 1)
     low = min(min(arm["losses"]) for arm in results.values())
-    passes.set_ylim(low - 0.03, low + 0.5)
+    passes.set_ylim(low - 0.03, low + 0.7)  # a diverging arm may leave the picture
     for panel in (arms, passes):
         panel.legend(fontsize="x-small")
 
@@ -152,14 +157,16 @@ def report(name: str, runs: dict, settings: Settings, began: float) -> None:
         ours = runs[series, x]
         results[series, x] = {
             "series": series, sweep.x: x, "settings": arm, "summary": summary(ours, first),
-            "losses": np.mean([run["losses"] for run in ours], axis=0).tolist(),
             **{part: extra(part, ours) for part in EXTRA["mixin"] + EXTRA["fusion"]},
-            "compute_tokens": float(np.mean([run["compute_tokens"] for run in ours])), "runs": ours}
+            **{part: np.mean([run[part] for run in ours], axis=0).tolist() for part in ("losses", "changes")
+               if part in ours[0]},  # by feedback pass
+            "runs": [dict(zip(METRICS, read(run))) | {part: run[part] for part in ("step", "compute_tokens", "seconds")}
+                     for run in ours]}
         numbers = results[series, x]["summary"].values()
         rows.append([f"{series} {x}".strip(), *(part["mean"] for part in numbers),
                      *map(signed, numbers),
                      *(results[series, x][part] for part in EXTRA.get(name, ()))])
-    print(f"\n{name}, {settings.seeds} seeds; ± is the 95% interval of the paired difference to the first arm")
+    print(f"\n{name}; seeds: {settings.seeds}; ± is the 95% interval of the paired difference to the first arm")
     print(table([sweep.x, *METRICS, *(f"{metric} - first" for metric in METRICS), *EXTRA.get(name, ())], rows))
     if name == "data":
         print("\n".join(equivalents(results)))
