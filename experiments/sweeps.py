@@ -8,7 +8,7 @@ from pathlib import Path
 from configurator import UserError
 from prepare import load_meta, load_tokens, save
 
-PRESETS = {"quick": ("ablation_quick.toml", 40_000), "laptop": ("ablation_laptop.toml", 400_000),
+PRESETS = {"quick": ("ablation_quick.toml", 40_000), "laptop": ("ablation_laptop.toml", 200_000),
            "gpu": ("shakespeare_gpu.toml", 500_000)}  # the arms' common settings, and the tokens of data's "100%"
 PLAIN = {"fusion": "none", "pass_mix": (1.0,)}
 RATIOS = (0.0, 0.25, 0.5, 0.75)
