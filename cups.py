@@ -1,6 +1,6 @@
 """The shell game as text: a ball under one of five cups, moves of the cups, and now and then a look at the ball.
 
-    srs3rrsrs1s2rr4...
+    ssrrs3srsrsss5srrsrr3srrs5r1rrsrrsrsr3...
 
 `s` swaps cups 1 and 2, `r` moves every cup one place on and the last one to the front; a digit is a look: the ball's
 cup just then. Between looks nothing but the moves tells where the ball is. The two moves generate all 120 orders of
