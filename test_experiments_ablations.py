@@ -269,6 +269,13 @@ def test_runs_side_by_side_and_a_failure_that_waits_for_the_others(corpus, tmp_p
     assert alone["losses"] == runs.numbers_of(good[0])["losses"]
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_folder_that_cannot_be_written_is_named(corpus, tmp_path, jobs):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="--out_dir=.*/file/run: .*name a folder that can be written"):
+        runs.do_all([spec(corpus, tmp_path / "file/run")], jobs)
+
+
 def test_ctrl_c_saves_what_runs_and_the_next_call_goes_on(data, tmp_path):
     command = [sys.executable, "-m", "experiments.ablations", "interleave", *SMALL[:1], "--max_iters=4000", "--jobs=2",
                "--seeds=1", f"--data_dir={data}", f"--out_dir={tmp_path}", f"--results_dir={tmp_path}", "--device=cpu"]

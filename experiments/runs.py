@@ -29,7 +29,7 @@ from experiments.report import held_out
 from machine import pick_device, stop_on_signals
 from model import GPT, GPTConfig
 from prepare import load_meta, load_tokens
-from runlog import read_log
+from runlog import read_log, writing_to
 from train import TrainConfig, train
 
 
@@ -135,13 +135,13 @@ def do(spec: Spec) -> dict | None:
 
 def start_beside(spec: Spec, threads: str) -> subprocess.Popen:
     """A process that does one run, in a session of its own, so that Ctrl-C comes to it from `do_all` alone."""
-    folder = Path(spec.train.out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "spec.json").write_text(spec.text())
-    command = [sys.executable, "-m", "experiments.runs", str(folder)]
-    with open(folder / "output.txt", "w") as output:
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                                env=os.environ | {"OMP_NUM_THREADS": threads})
+    folder, command = Path(spec.train.out_dir), [sys.executable, "-m", "experiments.runs", spec.train.out_dir]
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "spec.json").write_text(spec.text())
+        with open(folder / "output.txt", "w") as output:
+            return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                                    env=os.environ | {"OMP_NUM_THREADS": threads})
 
 
 def do_all(specs: list[Spec], jobs: int) -> list[dict]:
