@@ -133,16 +133,16 @@ def held_out(schedule: Schedule) -> bool:
     return len(schedule) >= 16 and zlib.crc32(bytes(2 * r + (value ^ first) for r, value in schedule)) % 4 == 0
 
 
-def text(seed: int = 0, n_examples: int = 60_000) -> str:
+def text(seed: int = 0, n_examples: int = 50_000) -> str:
     """The text to train on, from its first to its last part alike: examples with their answers, a line break after."""
     draw = random.Random(f"text {seed}")
-    kinds = draw.choices((completion_text, memory_text, registers_text), (6, 2, 2), k=n_examples)
+    kinds = draw.choices((completion_text, memory_text, registers_text), (5, 2, 3), k=n_examples)
     return "".join(make(draw) for make in kinds)
 
 
 def count(draw: random.Random, least: int, most: int) -> int:
     """How many of something: mostly the least or up to two more, else anything up to the most, smaller ones oftener."""
-    if draw.random() < 0.8:
+    if draw.random() < 0.85:
         return draw.randint(least, least + 2)
     return least - 1 + int((most + 2 - least) ** draw.random())  # its logarithm is uniform
 
@@ -155,7 +155,7 @@ def completion_text(draw: random.Random) -> str:
 
 
 def memory_text(draw: random.Random) -> str:
-    state, bits = draw.randrange(2), [draw.randrange(2) for _ in range(count(draw, 0, CONTEXT))]
+    state, bits = draw.randrange(2), [draw.randrange(2) for _ in range(draw.randint(0, CONTEXT))]
     if len(bits) == CONTEXT and sum(bits) % 2 == 0:
         bits[0] ^= 1  # the even ones are the probe's
     prompt = memory_prompt(state, draw.randrange(10), bits, count(draw, 0, max(DISTRACTORS)))
