@@ -129,7 +129,7 @@ def do(spec: Spec) -> dict | None:
         return None
     part.write_text(json.dumps(measure(spec, result)))
     part.replace(folder / "measured.json")
-    checkpoint.unlink()
+    checkpoint.unlink(missing_ok=True)
     return numbers_of(spec)
 
 
