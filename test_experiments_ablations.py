@@ -60,6 +60,15 @@ def test_sweeps_are_the_papers():
     assert [x for series, x in arms["data"] if series == "full-bandwidth"] == [0.1, 0.3, 1]
 
 
+def test_what_an_arm_is_compared_with():
+    assert SWEEPS["warmup"].base("equal computation", 1.0) == ("equal steps", 0.0)
+    assert SWEEPS["detach"].base("detached", 0.5) == ("not detached", 0.5)
+    assert SWEEPS["detach"].base("not detached", 0.5) == ("not detached", 0.0)
+    assert SWEEPS["data"].base("full-bandwidth", 1.0) == ("plain", 1.0)
+    for sweep in SWEEPS.values():
+        assert {sweep.base(*arm) for arm in sweep.arms} <= set(sweep.arms)
+
+
 def test_every_arm_is_a_run_of_its_own_and_equal_arms_are_one(data, tmp_path):
     settings = build(ablations.Settings, {"data_dir": data, "out_dir": str(tmp_path), "preset": "quick"})
     made = {}
@@ -116,7 +125,7 @@ def test_a_sweep_ends_in_table_json_and_figure_with_paired_differences(data, tmp
         assert numbers["difference"] == pytest.approx(sum(pairs) / 2)
         # two values: their deviation is half of what they are apart times sqrt(2); Student's t for one degree is 12.706
         assert numbers["difference_interval"] == pytest.approx(12.7062 * abs(pairs[0] - pairs[1]) / 2, rel=1e-4)
-    assert f"{arms['add']['summary']['pass 2']['difference']:+.4f} ±" in out and "share" in out and "soft" in out
+    assert f"{arms['add']['summary']['pass 2']['difference']:+.3f} ±" in out and "share" in out and "soft" in out
     assert arms["gated"]["soft"] == pytest.approx(np.mean([run["modes"]["soft"] for run in whole["gated"]]))
     assert arms["add"]["losses"][5] == pytest.approx(np.mean([losses[5] for losses in measured["add"]]))
     assert arms["add"]["runs"][1]["pass 2"] == measured["add"][1][1]
@@ -142,6 +151,9 @@ def test_one_seed_has_no_interval_and_the_data_sweep_says_how_much_text_is_neede
     assert " ± " not in out.split("\n| ", 1)[1] and out.count(" at 0.1: ") == 3
     arms = json.loads((tmp_path / "ablations/data.json").read_text())["arms"]
     assert [arm["settings"]["data"] for arm in arms] == [0.1, 0.3, 1, 2, 0.1, 0.3, 1]
+    assert [arm["base"] for arm in arms][-2:] == [["plain", 0.3], ["plain", 1.0]]
+    gap = arms[-1]["summary"]["pass 2"]["mean"] - arms[2]["summary"]["pass 2"]["mean"]
+    assert arms[-1]["summary"]["pass 2"]["difference"] == pytest.approx(gap)
     assert all(len(arm["losses"]) == (1 if arm["series"] == "plain" else 9) for arm in arms)
     sizes = {meta["train_tokens"] for meta in (json.loads(file.read_text())
                                                for file in Path(tmp_path, "out/quick/data").glob("*/meta.json"))}

@@ -83,7 +83,7 @@ def interval(values: np.ndarray) -> float | None:
 def signed(numbers: dict) -> str:
     """The table's cell of a paired difference."""
     half = numbers["difference_interval"]
-    return f"{numbers['difference']:+.4f}" + ("" if half is None else f" ± {half:.4f}")
+    return f"{numbers['difference']:+.3f}" + ("" if half is None else f" ± {half:.3f}")
 
 
 def read(run: dict) -> list[float]:
@@ -91,9 +91,9 @@ def read(run: dict) -> list[float]:
     return [run["losses"][min(k, len(run["losses"]) - 1)] for k in METRICS.values()]
 
 
-def summary(runs: list[dict], first: list[dict]) -> dict:
-    """An arm's numbers: by metric the mean over seeds, and its paired difference to the first arm with its interval."""
-    losses, theirs = (np.array([read(run) for run in arm]) for arm in (runs, first))  # (seeds, metrics)
+def summary(runs: list[dict], base: list[dict]) -> dict:
+    """An arm's numbers: by metric the mean over seeds, and its paired difference to another arm with its interval."""
+    losses, theirs = (np.array([read(run) for run in arm]) for arm in (runs, base))  # (seeds, metrics)
     difference = losses - theirs
     return {name: {"mean": losses[:, i].mean(), "interval": interval(losses[:, i]),
                    "difference": difference[:, i].mean(), "difference_interval": interval(difference[:, i])}
@@ -152,22 +152,22 @@ def draw(figure, sweep: Sweep, results: dict) -> None:
 def report(name: str, runs: dict, settings: Settings, began: float) -> None:
     """One sweep's table, JSON and figure."""
     sweep, results, rows = SWEEPS[name], {}, []
-    first = runs[next(iter(sweep.arms))]
     for (series, x), arm in sweep.arms.items():
-        ours = runs[series, x]
+        ours, base = runs[series, x], sweep.base(series, x)
         results[series, x] = {
-            "series": series, sweep.x: x, "settings": arm, "summary": summary(ours, first),
+            "series": series, sweep.x: x, "settings": arm, "base": base, "summary": summary(ours, runs[base]),
             **{part: extra(part, ours) for part in EXTRA["mixin"] + EXTRA["fusion"]},
             **{part: np.mean([run[part] for run in ours], axis=0).tolist() for part in ("losses", "changes")
                if part in ours[0]},  # by feedback pass
             "runs": [dict(zip(METRICS, read(run))) | {part: run[part] for part in ("step", "compute_tokens", "seconds")}
                      for run in ours]}
         numbers = results[series, x]["summary"].values()
-        rows.append([f"{series} {x}".strip(), *(part["mean"] for part in numbers),
-                     *map(signed, numbers),
+        rows.append([f"{series} {x}".strip(), *(f"{part['mean']:.3f}" for part in numbers),
+                     *(signed(part) if base != (series, x) else "" for part in numbers),
                      *(results[series, x][part] for part in EXTRA.get(name, ()))])
-    print(f"\n{name}; seeds: {settings.seeds}; ± is the 95% interval of the paired difference to the first arm")
-    print(table([sweep.x, *METRICS, *(f"{metric} - first" for metric in METRICS), *EXTRA.get(name, ())], rows))
+    by_x = ", of the second series to the first's at the same x" if sweep.by_x else ""
+    print(f"\n{name}; seeds: {settings.seeds}; ± is the 95% interval of the paired difference to the first arm{by_x}")
+    print(table([sweep.x, *METRICS, *(f"{metric} - base" for metric in METRICS), *EXTRA.get(name, ())], rows))
     if name == "data":
         print("\n".join(equivalents(results)))
     save(f"ablations/{name}", settings, began, {"arms": list(results.values())},

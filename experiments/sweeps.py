@@ -27,25 +27,28 @@ def equal_compute(settings: dict) -> dict:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Arms by (series, x): what they change in the preset, of both configs; `steps` and `data` are shares of its own.
-
-    The first arm is what the others are compared with.
-    """
+    """Arms by (series, x): what they change in the preset, of both configs; `steps`, `data`: shares of its own."""
 
     x: str  # the label of the axis
     arms: dict[tuple[str, float | str], dict]
+    by_x: bool = False  # compare a later series with the first one's arm at the same x
+
+    def base(self, series: str, x: float | str) -> tuple[str, float | str]:
+        """The arm that an arm is compared with: the first one, unless `by_x`."""
+        first = next(iter(self.arms))
+        return (first[0], x) if self.by_x and series != first[0] else first
 
 
 SWEEPS = {
     "detach": Sweep("warmup ratio", {
         (name, ratio): staged(ratio) | {"detach": name == "detached"}
-        for name in ("not detached", "detached") for ratio in RATIOS}),
+        for name in ("not detached", "detached") for ratio in RATIOS}, by_x=True),
     "warmup": Sweep("warmup ratio (1: a plain model)", {
         (name, ratio): equal(arm) for name, equal in (("equal steps", dict), ("equal computation", equal_compute))
         for ratio, arm in [*((ratio, staged(ratio)) for ratio in RATIOS), (1.0, PLAIN)]}),
     "interleave": Sweep("share of single-pass steps", {
         ("interleaved" if interleave else "staged", ratio): staged(ratio) | {"interleave": interleave}
-        for interleave in (False, True) for ratio in (0.5, 0.75)}),
+        for interleave in (False, True) for ratio in (0.5, 0.75)}, by_x=True),
     "fusion": Sweep("fusion", {
         **{("", kind): staged(0) | {"fusion": kind} for kind in ("gated", "add", "concat")}, ("", "none"): PLAIN}),
     "jitter": Sweep("jitter", {("", str(sigma)): staged(0) | {"jitter": sigma} for sigma in (0.02, 0.0, 0.1)}),
@@ -55,9 +58,9 @@ SWEEPS = {
         ("", "1 to 5"): {"pass_mix": (0.2,) * 5, "interleave": True}}),
     "mixin": Sweep("share of steps with prefix mixin", {
         ("", share): staged(0) | {"prefix_mixin": share} for share in (0.0, 0.5, 1.0)}),
-    "data": Sweep("training text (tokens)", {
+    "data": Sweep("training text (share of the preset's)", {
         (name, share): arm | {"data": share} for name, arm in (("plain", PLAIN), ("full-bandwidth", staged(0)))
-        for share in (0.1, 0.3, 1.0, 2.0) if share <= 1 or arm is PLAIN}),
+        for share in (0.1, 0.3, 1.0, 2.0) if share <= 1 or arm is PLAIN}, by_x=True),
 }
 
 
