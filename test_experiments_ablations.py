@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from configurator import UserError, build
 from conftest import QUICK, SHAPE
 from experiments import ablations, runs
-from experiments.runs import Spec
-from experiments.sweeps import SWEEPS, first_tokens
+from experiments import spec as specs
+from experiments.spec import Spec
+from experiments.sweeps import SWEEPS, equivalents, first_tokens
 from model import GPT, GPTConfig
 from prepare import load_meta, load_tokens
 from train import TrainConfig, evaluate
@@ -126,7 +127,7 @@ def test_a_sweep_ends_in_table_json_and_figure_with_paired_differences(data, tmp
         # two values: their deviation is half of what they are apart times sqrt(2); Student's t for one degree is 12.706
         assert numbers["difference_interval"] == pytest.approx(12.7062 * abs(pairs[0] - pairs[1]) / 2, rel=1e-4)
     assert f"{arms['add']['summary']['pass 2']['difference']:+.3f} ±" in out and "share" in out and "soft" in out
-    assert arms["gated"]["soft"] == pytest.approx(np.mean([run["modes"]["soft"] for run in whole["gated"]]))
+    assert arms["gated"]["soft"] == pytest.approx(np.mean([run["soft"] for run in whole["gated"]]))
     assert arms["add"]["losses"][5] == pytest.approx(np.mean([losses[5] for losses in measured["add"]]))
     assert arms["add"]["runs"][1]["pass 2"] == measured["add"][1][1]
 
@@ -161,16 +162,18 @@ def test_one_seed_has_no_interval_and_the_data_sweep_says_how_much_text_is_neede
 
 
 def test_equivalents_by_hand():
-    def arm(*losses):
-        return {"summary": {name: {"mean": loss} for name, loss in zip(ablations.METRICS, losses)}}
+    def arm(*seeds):
+        return {"runs": [dict(zip(ablations.METRICS, losses)) for losses in seeds],
+                "summary": {name: {} for name in ablations.METRICS}}
 
-    results = {("plain", 0.1): arm(2.0, 2.0, 2.0), ("plain", 1.0): arm(1.0, 1.0, 1.0),
-               ("plain", 0.3): arm(2.1, 2.1, 2.1),  # more text, a worse run: no more than 0.1's loss is bought by it
-               ("full", 0.1): arm(2.0, 1.5, 0.9)}
-    lines = ablations.equivalents(results)
-    numbers = results["full", 0.1]["summary"]  # 1.5 is half way from 2.0 at 0.3 to 1.0 at 1, in log shares
-    assert numbers["pass 2"]["plain_needs"] == pytest.approx((0.3 * 1.0) ** 0.5 / 0.1)
-    assert numbers["32 passes"]["plain_needs"] is None and "outside" in lines[2] and len(lines) == 3
+    results = {("plain", 0.1): arm([2.0], [4.0]), ("plain", 1.0): arm([1.0], [2.0]),
+               ("plain", 0.3): arm([2.0], [5.0]),  # more text and no better: not a point of the line
+               ("full", 0.1): arm([2.0, 1.5, 0.9], [4.5, 3.0, 2.0])}
+    lines = equivalents(results, 2)
+    needs = [numbers["plain_needs"] for numbers in results["full", 0.1]["summary"].values()]
+    half_way = (0.1 * 1.0) ** 0.5 / 0.1
+    assert needs == [[pytest.approx(1), None], [pytest.approx(half_way)] * 2, [None, pytest.approx(10)]]
+    assert len(lines) == 3 and lines[1].endswith("by seed: 3.16 3.16") and lines[2].endswith("outside 10.00")
 
 
 def test_first_tokens_are_the_first(data, tmp_path):
@@ -180,7 +183,7 @@ def test_first_tokens_are_the_first(data, tmp_path):
     train, everything = load_tokens(tmp_path / name, "train", meta), load_tokens(Path(data) / "pydocs", "train", whole)
     assert train.tolist() == everything[:1000].tolist()
     assert (tmp_path / name / "val.bin").read_bytes() == Path(data, "pydocs/val.bin").read_bytes()
-    with pytest.raises(UserError, match="18000 tokens to train on, and 18001"):
+    with pytest.raises(UserError, match="18000 tokens to train on, and 18001 .* leave out"):
         first_tokens(data, "pydocs", 18001, tmp_path)
 
 
@@ -199,7 +202,7 @@ def test_patience_ends_a_run_and_its_best_evaluations_count(corpus, tmp_path):
     numbers = runs.do(one)
     evaluations = [json.loads(line)["val_losses"] for line in (tmp_path / "run/log.jsonl").read_text().splitlines()
                    if "val_losses" in line]
-    assert numbers["step"] < 400 and not numbers["finished"]
+    assert numbers["step"] < 400 and not numbers["finished"] and numbers["commit"]
     last_best = max(int(np.argmin([pair[k] for pair in evaluations])) for k in (0, 1))
     assert len(evaluations) - 1 - last_best == 3
     assert numbers["losses"] == [min(pair[k] for pair in evaluations) for k in (0, 1)]
@@ -220,7 +223,7 @@ def test_an_interrupted_run_goes_on_and_ends_as_if_never_stopped(corpus, tmp_pat
 
 def test_measured_losses_and_modes_of_a_run(corpus, tmp_path, monkeypatch):
     kept = {}
-    monkeypatch.setattr(runs, "load_model", lambda *args, load=runs.load_model: kept.setdefault("model", load(*args)))
+    monkeypatch.setattr(specs, "load_model", lambda *args, load=specs.load_model: kept.setdefault("model", load(*args)))
     numbers = runs.do(spec(corpus, tmp_path / "run", n_windows=3, n_passes=3))
     model, tokens = kept["model"][0], load_tokens(Path(corpus) / "tiny", "val", load_meta(Path(corpus) / "tiny"))
     assert numbers["losses"] == pytest.approx(evaluate(model, tokens, 3, 4), rel=1e-5)
@@ -241,37 +244,49 @@ def test_measured_losses_and_modes_of_a_run(corpus, tmp_path, monkeypatch):
                 state = model.stack(torch.stack(u, 1))[:, -1]
                 losses.append(F.cross_entropy(model.head(state), targets[:, t]))
             naive[mode] = float(sum(losses) / len(losses))
-    assert numbers["modes"] == pytest.approx(naive, rel=1e-5)
+    assert {mode: numbers[mode] for mode in naive} == pytest.approx(naive, rel=1e-5)
     plain = runs.do(spec(corpus, tmp_path / "plain", fusion="none", pass_mix=(1.0,)))
-    assert len(plain["losses"]) == 1 and set(plain["modes"]) == {"standard"} and "state" not in plain
+    assert len(plain["losses"]) == 1 and "standard" in plain and not {"soft", "share"} & set(plain)
 
 
 @pytest.mark.parametrize("kind", ["gated", "add"])
 def test_state_share_by_loops(kind):
     torch.manual_seed(0)
-    model = GPT(build(GPTConfig, SHAPE | {"fusion": kind, "vocab_size": 11})).eval()
-    rows = torch.randint(11, (3, 9))
+    model = GPT(build(GPTConfig, SHAPE | {"fusion": kind, "vocab_size": 5})).eval()
+    rows = torch.randint(4, (3, 9))  # one symbol never occurs
     idx, targets = rows[:, :-1], rows[:, 1:]
-    numbers = runs.state_share(model, idx, targets)
+    numbers = specs.state_share(model, idx, targets)
     with torch.no_grad():
         e, h = model.embed(idx), model.stack(model.embed(idx))
+        u = {(row, t): model.fusion(h[row, t - 1], model.input_norm(e[row, t]))
+             for row in range(3) for t in range(1, 8)}
+
+        def spread(places):
+            centre = sum(u[place] for place in places) / len(places)
+            return sum(float((u[place] - centre) @ (u[place] - centre)) for place in places)
+
+        by_token = [[place for place in u if idx[place] == token] for token in range(4)]
+        assert numbers["share"] == pytest.approx(sum(map(spread, by_token)) / spread(list(u)), rel=1e-4)
         mean = sum(h[row, t] for row in range(3) for t in range(8)) / 24
-        pairs = [(model.fusion(h[row, t - 1], model.input_norm(e[row, t])),
-                  model.fusion(mean, model.input_norm(e[row, t]))) for row in range(3) for t in range(1, 8)]
-        centre = sum(u for u, _ in pairs) / len(pairs)
-        from_state, all_of_it = (sum(float((u - v) @ (u - v)) for u, v in both)
-                                 for both in (pairs, [(u, centre) for u, _ in pairs]))
-        assert numbers["share"] == pytest.approx(from_state / all_of_it, rel=1e-4)
-        if kind == "add":  # a model that takes the shortcut
-            model.fusion.W_H.weight.zero_()
-            same = {"share": 0, "loss": model(idx, targets, 2)[1].item()}
-            assert runs.state_share(model, idx, targets) == pytest.approx(same, abs=1e-5)
+        inputs = torch.stack([torch.stack([e[row, 0], *(model.fusion(mean, model.input_norm(e[row, t]))
+                                                         for t in range(1, 8))]) for row in range(3)])
+        loss = F.cross_entropy(model.head(model.stack(inputs)).flatten(0, 1), targets.flatten())
+        assert numbers["mean_state"] == pytest.approx(loss.item(), rel=1e-5)
+        if kind == "add":  # a model that takes the shortcut, and one that ignores the tokens
+            share = {}
+            for name in ("W_H", "W_G"):
+                weight = getattr(model.fusion, name).weight
+                kept = weight.clone()
+                weight.zero_()
+                share[name] = specs.state_share(model, idx, targets)["share"]
+                weight.copy_(kept)
+            assert share["W_H"] == pytest.approx(0, abs=1e-9) and share["W_G"] > 0.5
 
 
 def test_runs_side_by_side_and_a_failure_that_waits_for_the_others(corpus, tmp_path, capsys):
     good = [spec(corpus, tmp_path / name, max_iters=2, seed=seed) for name, seed in (("a", 1), ("b", 2))]
     bad = spec(corpus, tmp_path / "bad", max_iters=2, learning_rate=1e30, warmup_iters=0)
-    with pytest.raises(UserError, match=r"1 of the runs failed: .*/bad: .*no number"):
+    with pytest.raises(UserError, match=r"1 of the runs failed, the first: .*/bad: .*no number"):
         runs.do_all([bad, *good, good[0]], 2)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and lines[-1].endswith("(runs to go: 0)") and any("/bad: " in line for line in lines)
@@ -281,6 +296,87 @@ def test_runs_side_by_side_and_a_failure_that_waits_for_the_others(corpus, tmp_p
     assert alone["losses"] == runs.numbers_of(good[0])["losses"]
 
 
+def test_a_failure_in_this_process_waits_for_the_others_too(corpus, tmp_path):
+    bad = spec(corpus, tmp_path / "bad", max_iters=2, learning_rate=1e30, warmup_iters=0)
+    with pytest.raises(UserError, match="1 of the runs failed, the first: .*no number"):
+        runs.do_all([bad, spec(corpus, tmp_path / "good", max_iters=2)], 1)
+    assert (tmp_path / "good/measured.json").exists()
+
+
+def test_one_process_at_a_time_works_in_a_folder(corpus, tmp_path):
+    import fcntl
+
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run/lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process works in"):
+            runs.do(spec(corpus, tmp_path / "run", max_iters=2))
+        assert not (tmp_path / "run/log.jsonl").exists()
+    assert runs.do(spec(corpus, tmp_path / "run", max_iters=2))["step"] == 2
+
+
+@pytest.mark.parametrize("given, expected", [(None, str(max(1, (os.cpu_count() or 1) // 2))), ("3", "3")])
+def test_threads_are_divided_unless_their_number_is_given(corpus, tmp_path, monkeypatch, given, expected):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    asked = []
+    monkeypatch.setattr(runs, "start_beside", lambda one, threads: asked.append(threads) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runs.do_all([spec(corpus, tmp_path / "run")], 2)
+    assert asked == [expected]
+
+
+def test_nothing_goes_on_unseen_after_an_error(corpus, tmp_path, monkeypatch):
+    started, start = [], runs.start_beside
+
+    def second_fails(one, threads):
+        if started:
+            raise RuntimeError("no more processes")
+        started.append(start(one, threads))
+        return started[0]
+
+    monkeypatch.setattr(runs, "start_beside", second_fails)
+    with pytest.raises(RuntimeError):
+        runs.do_all([spec(corpus, tmp_path / name, max_iters=10_000) for name in "ab"], 2)
+    assert started[0].poll() is not None
+
+
+def test_a_sweep_that_fails_does_not_cost_the_others_theirs(data, tmp_path, small_preset, monkeypatch):
+    do_all = runs.do_all
+
+    def fails_for_mixin(specs_, jobs):
+        if any(one.train.prefix_mixin for one in specs_):
+            raise UserError("a bad run")
+        return do_all(specs_, jobs)
+
+    monkeypatch.setattr(ablations, "do_all", fails_for_mixin)
+    with pytest.raises(UserError, match="mixin: a bad run"):
+        ablations.main(["mixin", "jitter", *SMALL, f"--data_dir={data}", f"--out_dir={tmp_path}/out", "--seeds=1",
+                        f"--results_dir={tmp_path}/results", "--jobs=1"])
+    assert (tmp_path / "results/ablations/jitter.json").exists()
+
+
+def test_the_figure_shows_each_arm_with_its_interval(monkeypatch):
+    from matplotlib.figure import Figure
+
+    def arm(loss, half):
+        return {"summary": {name: {"mean": loss + k, "interval": half} for k, name in enumerate(ablations.METRICS)},
+                "losses": [loss, loss + 1]}
+
+    sweep = SWEEPS["interleave"]
+    results = {place: arm(number + 1.0, 0.25) for number, place in enumerate(sweep.arms)}
+    figure = Figure()
+    ablations.draw(figure, sweep, results)
+    left, right = figure.axes
+    assert left.get_xlabel() == "share of single-pass steps" and len(right.lines) == 4
+    bars = {container.get_label(): container for container in left.containers}
+    line, _, (segments,) = bars["interleaved, pass 2"]
+    assert line.get_xydata().tolist() == [[0.5, 4.0], [0.75, 5.0]]
+    assert [part[:, 1].tolist() for part in segments.get_segments()] == [[3.75, 4.25], [4.75, 5.25]]
+    ablations.draw(Figure(), sweep, {place: arm(1.0, None) for place in sweep.arms})  # a single seed
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_folder_that_cannot_be_written_is_named(corpus, tmp_path, jobs):
     (tmp_path / "file").write_text("in the way")
@@ -288,7 +384,7 @@ def test_a_folder_that_cannot_be_written_is_named(corpus, tmp_path, jobs):
         runs.do_all([spec(corpus, tmp_path / "file/run")], jobs)
 
 
-def test_ctrl_c_saves_what_runs_and_the_next_call_goes_on(data, tmp_path):
+def test_ctrl_c_saves_what_runs(data, tmp_path):
     command = [sys.executable, "-m", "experiments.ablations", "interleave", *SMALL[:1], "--max_iters=4000", "--jobs=2",
                "--seeds=1", f"--data_dir={data}", f"--out_dir={tmp_path}", f"--results_dir={tmp_path}", "--device=cpu"]
     process = subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -306,7 +402,8 @@ def test_ctrl_c_saves_what_runs_and_the_next_call_goes_on(data, tmp_path):
 @pytest.mark.parametrize("words, message", [
     ([], "name a sweep: detach"), (["fusoin"], "did you mean fusion"), (["fusion", "--seeds=0"], "seeds=0"),
     (["fusion", "--preset=larg"], "did you mean gpu|none of quick"), (["fusion", "--jobs=0"], "jobs=0"),
-    (["fusion", "--data_dir=nowhere"], "run: python prepare.py pydocs")])
+    (["fusion", "--data_dir=nowhere"], "run: python prepare.py pydocs"),
+    (["fusion", "--device=gpu"], "--device=gpu: this machine has")])
 def test_mistakes_are_named(words, message, tmp_path):
     with pytest.raises(UserError, match=message):
         ablations.main([*words, f"--out_dir={tmp_path}"])
@@ -315,3 +412,7 @@ def test_mistakes_are_named(words, message, tmp_path):
 def test_the_single_run_command_needs_a_spec(tmp_path):
     with pytest.raises(UserError, match="name the folder of a run"):
         runs.main([str(tmp_path)])
+    for text in ("{", "[]", '{"train": {}}'):
+        (tmp_path / "spec.json").write_text(text)
+        with pytest.raises(UserError, match="describes no run"):
+            runs.main([str(tmp_path)])

@@ -10,10 +10,13 @@ differences are paired: mean over seeds, with Student's 95% interval, which need
 SWEEP is one of detach, warmup, interleave, fusion, jitter, passes, mixin, data, or all. Each prints a table and writes
 ablations/SWEEP.json and .png. Losses are in nats a token, on evenly spaced windows of the validation split: pass 1 is
 plain, pass 2 comes after one feedback pass, "32 passes" after 32 of them. A model without feedback has one loss, which
-stands for all three. In the sweep `data`, where runs last until 5 evaluations brought nothing new, each pass is read at
-its best evaluation and "32 passes" means 8.
+stands for all three. In the sweep `data`, where runs last until 5 evaluations brought no pass anything new, each pass
+is read at its best evaluation and "32 passes" means 8. Further columns, see spec.measure: in `mixin` each mode's loss
+in the second half of the windows; in `fusion` the share of the fused input's variance that is not the token's, also
+untrained, and the loss of pass 2 when every state is the mean state.
 """
 
+import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -23,15 +26,18 @@ import numpy as np
 from configurator import UserError, parse, run, setting, suggestion
 from experiments.report import Settings as Shared
 from experiments.report import save, start, table
-from experiments.runs import Spec, do_all, place
-from experiments.sweeps import PRESETS, SWEEPS, Sweep, first_tokens
+from experiments.runs import do_all, place
+from experiments.spec import Spec
+from experiments.sweeps import PRESETS, SWEEPS, Sweep, equivalents, first_tokens
+from machine import pick_device
 from model import GPTConfig
 from train import TrainConfig
 
 CONFIG = Path(__file__).parent.parent / "config"
 N_PASSES = 100
 METRICS = {"pass 1": 0, "pass 2": 1, "32 passes": 32}  # name: feedback passes
-EXTRA = {"mixin": ("standard", "soft", "fused"), "fusion": ("share", "loss")}  # further columns, see runs.measure
+EXTRA = {"mixin": ("standard", "soft", "fused"), "fusion": ("share", "untrained_share", "mean_state")}  # more columns
+KEPT = ("step", "compute_tokens", "seconds", "finished", "commit", *EXTRA["mixin"], *EXTRA["fusion"])  # of each run
 PATIENCE = 5  # evaluations without a new best, in the sweep `data`
 
 
@@ -102,24 +108,7 @@ def summary(runs: list[dict], base: list[dict]) -> dict:
 
 def extra(name: str, runs: list[dict]) -> float | str:
     """The mean of a further number of the runs, '' where they have none."""
-    values = [run.get("modes", {}).get(name, run.get("state", {}).get(name)) for run in runs]
-    return "" if None in values else float(np.mean(values))
-
-
-def equivalents(results: dict) -> list[str]:
-    """How much text a plain model needs for each loss of the full-bandwidth one, from a line through its own losses."""
-    plain = sorted((x, arm["summary"]["pass 1"]["mean"]) for (series, x), arm in results.items() if series == "plain")
-    shares, losses = np.array(plain).T  # (N,) each
-    lines = []
-    for (series, x), arm in results.items():
-        for name, numbers in arm["summary"].items() if series != "plain" else ():
-            falling = np.minimum.accumulate(losses)
-            within = falling[-1] <= numbers["mean"] <= falling[0]
-            share = np.exp(np.interp(-numbers["mean"], -falling, np.log(shares)))
-            numbers["plain_needs"] = float(share / x) if within else None
-            lines.append(f"{name} at {x:g}: a plain model needs {share / x:.2f} times the text" if within else
-                         f"{name} at {x:g}: {numbers['mean']:.3f} is outside of what the plain models reached")
-    return lines
+    return float(np.mean([run[name] for run in runs])) if name in runs[0] else ""
 
 
 def draw(figure, sweep: Sweep, results: dict) -> None:
@@ -129,14 +118,16 @@ def draw(figure, sweep: Sweep, results: dict) -> None:
     for number, series in enumerate(dict.fromkeys(series for series, _ in sweep.arms)):
         points = {x: results[series, x]["summary"] for s, x in sweep.arms if s == series}
         for color, name in enumerate(METRICS):
-            mean, bar = ([numbers[name][key] or 0 for numbers in points.values()] for key in ("mean", "interval"))
+            mean, bar = (np.array([numbers[name][key] for numbers in points.values()], float)  # NaN: no interval
+                         for key in ("mean", "interval"))
             arms.errorbar(list(points), mean, bar, fmt="osv^"[number], ls=("-", "--", ":")[number],
                           color=f"C{color}", capsize=3, ms=4, lw=1, label=f"{series}, {name}".removeprefix(", "))
     for (series, x), arm in results.items():
         if len(arm["losses"]) > 1:
             passes.plot(arm["losses"], lw=1.2, label=f"{series}, {x}".removeprefix(", "))
         else:
-            passes.axhline(arm["losses"][0], color="gray", ls="--", lw=1, label=f"{series}, {x}".removeprefix(", "))
+            shade = 0.2 + 0.6 * list(results).index((series, x)) / len(results)
+            passes.axhline(arm["losses"][0], color=str(shade), ls="--", lw=1, label=f"{series}, {x}".removeprefix(", "))
     arms.set(xlabel=sweep.x, ylabel="validation loss (nats a token)", title="Mean over seeds (bar: 95%)")
     if sweep is SWEEPS["data"]:
         arms.set_xscale("log")
@@ -144,7 +135,7 @@ def draw(figure, sweep: Sweep, results: dict) -> None:
     passes.set_xscale("symlog", linthresh=1)
     passes.set_xlim(0, max(len(arm["losses"]) for arm in results.values()) - 1)
     low = min(min(arm["losses"]) for arm in results.values())
-    passes.set_ylim(low - 0.03, low + 0.7)  # a diverging arm may leave the picture
+    passes.set_ylim(low - 0.03, min(passes.get_ylim()[1], low + 0.7))  # a diverging arm may leave the picture
     for panel in (arms, passes):
         panel.legend(fontsize="x-small")
 
@@ -159,8 +150,7 @@ def report(name: str, runs: dict, settings: Settings, began: float) -> None:
             **{part: extra(part, ours) for part in EXTRA["mixin"] + EXTRA["fusion"]},
             **{part: np.mean([run[part] for run in ours], axis=0).tolist() for part in ("losses", "changes")
                if part in ours[0]},  # by feedback pass
-            "runs": [dict(zip(METRICS, read(run))) | {part: run[part] for part in ("step", "compute_tokens", "seconds")}
-                     for run in ours]}
+            "runs": [dict(zip(METRICS, read(run))) | {part: run[part] for part in KEPT if part in run} for run in ours]}
         numbers = results[series, x]["summary"].values()
         rows.append([f"{series} {x}".strip(), *(f"{part['mean']:.3f}" for part in numbers),
                      *(signed(part) if base != (series, x) else "" for part in numbers),
@@ -169,7 +159,7 @@ def report(name: str, runs: dict, settings: Settings, began: float) -> None:
     print(f"\n{name}; seeds: {settings.seeds}; ± is the 95% interval of the paired difference to the first arm{by_x}")
     print(table([sweep.x, *METRICS, *(f"{metric} - base" for metric in METRICS), *EXTRA.get(name, ())], rows))
     if name == "data":
-        print("\n".join(equivalents(results)))
+        print("\n".join(equivalents(results, settings.seeds)))
     save(f"ablations/{name}", settings, began, {"arms": list(results.values())},
          lambda figure: draw(figure, sweep, results))
 
@@ -182,15 +172,23 @@ def main(argv: list[str]) -> int:
     if not words:
         raise UserError(f"name a sweep: {', '.join(SWEEPS)}, or all")
     names = list(SWEEPS) if "all" in words else list(dict.fromkeys(words))
-    began, _ = start([], settings)
-    specs = {(name, arm, seed): spec_of(changes, seed, settings)
-             for seed in range(settings.seed, settings.seed + settings.seeds)
-             for name in names for arm, changes in SWEEPS[name].arms.items()}
-    done = dict(zip(specs, do_all(list(specs.values()), settings.jobs)))
-    for name in names:
-        runs = {arm: [numbers for (a_name, an_arm, _), numbers in done.items() if (a_name, an_arm) == (name, arm)]
-                for arm in SWEEPS[name].arms}
-        report(name, runs, settings, began)
+    if settings.seeds > 1 and importlib.util.find_spec("scipy") is None:
+        raise UserError("the intervals need scipy: python -m pip install scipy, or --seeds=1")
+    pick_device(settings.device)
+    (began, _), failed = start([], settings), []
+    seeds = range(settings.seed, settings.seed + settings.seeds)
+    specs = {name: {arm: [spec_of(changes, seed, settings) for seed in seeds]
+                    for arm, changes in SWEEPS[name].arms.items()} for name in names}
+    for name, arms in specs.items():
+        try:
+            done = iter(do_all([spec for specs in zip(*arms.values()) for spec in specs], settings.jobs))
+        except UserError as error:
+            failed.append(f"{name}: {error}")
+            continue
+        by_seed = [dict(zip(arms, done)) for _ in seeds]
+        report(name, {arm: [runs[arm] for runs in by_seed] for arm in arms}, settings, began)
+    if failed:
+        raise UserError("; ".join(failed))
     return 0
 
 

@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from configurator import UserError
 from prepare import load_meta, load_tokens, save
 
@@ -69,7 +71,8 @@ def first_tokens(data_dir: str, dataset: str, n_tokens: int, folder: Path) -> st
     source, name = Path(data_dir) / dataset, f"{dataset}_{n_tokens}"
     meta = load_meta(source)
     if n_tokens > meta["train_tokens"]:
-        raise UserError(f"{source} has {meta['train_tokens']} tokens to train on, and {n_tokens} are asked for")
+        raise UserError(f"{source} has {meta['train_tokens']} tokens to train on, and {n_tokens} are asked for; "
+                        "prepare a longer text, or leave out the sweep `data`")
     files = {"train.bin": load_tokens(source, "train", meta)[:n_tokens].tobytes(),
              "val.bin": load_tokens(source, "val", meta).tobytes()}
     meta |= {"train_tokens": n_tokens, "sha256": hashlib.sha256(f"{meta['sha256']} {n_tokens}".encode()).hexdigest()}
@@ -78,3 +81,29 @@ def first_tokens(data_dir: str, dataset: str, n_tokens: int, folder: Path) -> st
     except OSError as error:
         raise UserError(f"cannot write {folder / name}: {error.strerror}") from None
     return name
+
+
+def equivalents(results: dict, n_seeds: int) -> list[str]:
+    """By full-bandwidth arm and metric: how many times its text the plain model needs for that loss.
+
+    Each seed's loss is placed on the line through that seed's plain losses, over the logarithm of the text, of which
+    those count that are better than all with less text. Adds "plain_needs", a factor a seed, None outside of the line.
+    """
+    plain = sorted((x, arm) for (series, x), arm in results.items() if series == "plain")
+    lines = []
+    for (series, x), arm in results.items():
+        for name, numbers in arm["summary"].items() if series != "plain" else ():
+            numbers["plain_needs"] = []
+            for seed in range(n_seeds):
+                line = []  # (loss, share) from more text to less
+                for share, theirs in plain:
+                    loss = theirs["runs"][seed]["pass 1"]
+                    line = [(loss, share), *line] if not line or loss < line[0][0] else line
+                losses, shares = np.array(line).T
+                ours = arm["runs"][seed][name]
+                within = losses[0] <= ours <= losses[-1]
+                factor = float(np.exp(np.interp(ours, losses, np.log(shares)))) / x
+                numbers["plain_needs"].append(factor if within else None)
+            factors = " ".join("outside" if f is None else f"{f:.2f}" for f in numbers["plain_needs"])
+            lines.append(f"{name} at {x:g}: a plain model needs this many times the text, by seed: {factors}")
+    return lines
