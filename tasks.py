@@ -66,7 +66,8 @@ def completion(distractors: int, seed: int = 0) -> list[Example]:
     """1,600 examples of 22 + 5 distractors characters: 80 pairs {a, b} of numerals, each a group of 20.
 
     A group has the assignments (a, a), (a, b), (b, a), (b, b), each after the same 5 starts of the scratch. Each of
-    the 20 numerals is in 8 pairs, so it is 40 times in each field with each answer; (a, a) is in all 8 groups of a.
+    the 20 numerals is in 8 pairs, so it is 40 times in each field with each answer. As in the paper, (a, a) is in each
+    of a's 8 groups: a classifier that could remember prompts would do well on held-out groups without comparing.
     """
     draw = random.Random(f"completion {seed}")
     numerals = draw.sample(PROBED, len(PROBED))

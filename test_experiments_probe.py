@@ -241,7 +241,8 @@ def test_the_experiment_from_end_to_end(tasks_run, make, data, few, tmp_path, ca
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **more: (figures.append(figure),
                                                                           savefig(figure, *args, **more)))
     plain = make(name="plain", fusion="none", pass_mix=(1.0,))
-    words = [tasks_run, plain, f"--data_dir={data}", f"--results_dir={tmp_path}/results", "--limit=4"]
+    words = [tasks_run, plain, f"--data_dir={data}", f"--results_dir={tmp_path}/results", "--limit=4",
+             f"--cache_dir={tmp_path}/kept"]
     assert probe.main(words) == 0
     assert (tmp_path / "results/probe.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads((tmp_path / "results/probe.json").read_text())
@@ -268,8 +269,15 @@ def test_the_experiment_from_end_to_end(tasks_run, make, data, few, tmp_path, ca
     wanted += [by[name]["answer"] for name in ("standard", "last 4", "recurrent", "fused", "fused 3")]
     assert [float(cell) for cell in row[3:]] == pytest.approx([one["accuracy"] for one in wanted], abs=1e-4)
 
-    figure, = figures
-    assert len(figure.axes) == 16
+    monkeypatch.setattr(probe, "measure", lambda *args: 1 / 0)  # what was measured is kept, by weights and settings
+    assert probe.main(words) == 0
+    assert json.loads((tmp_path / "results/probe.json").read_text())["checkpoints"] == result["checkpoints"]
+    with pytest.raises(ZeroDivisionError):
+        probe.main([*words, "--seed=1"])
+    with pytest.raises(ZeroDivisionError):
+        probe.main([make(name="other", seed=2), *words[2:]])
+    figure = figures[0]
+    assert len(figures) == 2 and len(figure.axes) == 16
     titles = [axes.get_title() for axes in figure.axes]
     assert titles[1] == "run: memory 8" and titles[9] == "plain: memory 8" and titles[6] == "run: registers, depth 0"
     curves = {c.get_label(): list(c.lines[0].get_ydata()) for c in figure.axes[1].containers}
@@ -282,7 +290,7 @@ def test_the_experiment_from_end_to_end(tasks_run, make, data, few, tmp_path, ca
 
 
 def test_mistakes_are_refused_in_one_line(tasks_run, make, data, tiny_run, corpus, few, tmp_path, monkeypatch):
-    place = (f"--data_dir={data}", f"--results_dir={tmp_path}/no")
+    place = (f"--data_dir={data}", f"--results_dir={tmp_path}/no", f"--cache_dir={tmp_path}/kept")
     assert "checkpoint" in refused(*place)
     assert "limit=3" in refused(tasks_run, *place, "--limit=3")
     message = refused(tiny_run, f"--data_dir={corpus}")

@@ -84,6 +84,11 @@ def test_what_the_readme_points_to_exists():
         assert f"def {name}(" in code, name
 
 
+def test_which_python_is_said_before_it_is_used():
+    before, _ = (ROOT / "README.md").read_text().split("`python` stands for `.venv/bin/python`")
+    assert not commands(before)
+
+
 def test_departures_from_the_paper_are_tagged_and_listed():
     tags = sum((ROOT / name).read_text().count("DEVIATION:") for name in ("model.py", "train.py"))
     text = (ROOT / "README.md").read_text()

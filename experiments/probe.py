@@ -2,14 +2,12 @@
 
     python -m experiments.probe out/tasks
 
-The paper: at depth 0 a standard prefill leaves a probe at chance, since all prompts end in the same token; one
-recurrent step, over the colon alone, makes the state decodable there.
+The paper: at depth 0 a standard prefill leaves a probe at chance; one recurrent step makes the state decodable there.
 
 Prompts, see tasks.py: `completion` and `memory` behind 0, 8, 32 or 128 distractors, `registers` of 1, 2, 4 or 8 with 16
 assignments in all, and `writes`: 8 registers with 2 (the same examples again), 4 or 8 assignments each.
-Prefills: standard; recurrent over the last 1, 2 or 4 tokens, after a standard one of the rest; recurrent over all but
-the first token, one by one, where many parallel passes lead; fused, one or three passes after the plain one. A model
-that never trained feedback has the standard one only.
+Prefills: standard; recurrent over the last 1, 2 or 4 tokens, or over all but the first, one by one; fused, one or three
+passes after the plain one. A model that never trained feedback has the standard one only.
 
 Measured, each with its standard error over the groups of a probe set (chance is 0.5: all groups are balanced):
 - the accuracy of probes of the residual stream, from depth 0 (the first block's input, normed) to n_layer (the last
@@ -35,7 +33,7 @@ import tasks
 from checkpoint import without_feedback
 from configurator import UserError, parse, run, setting
 from experiments.report import Settings as Shared
-from experiments.report import labels, save, start, table
+from experiments.report import cached, labels, save, start, table
 from model import GPT
 from tokenizer import CharTokenizer, make_tokenizer
 
@@ -53,6 +51,7 @@ class Settings(Shared):
     seed: int = setting(0, "of the examples and the folds")
     n_windows: int = setting(1, "not used", flag=False)
     limit: int = setting(0, "groups of each probe set, for a quick run; 0: all of the 80 or 128")
+    cache_dir: str = setting("out/probe", "where each probe set's numbers are kept: an interrupted run goes on")
 
     def __post_init__(self):
         super().__post_init__()
@@ -185,7 +184,8 @@ def main(argv: list[str]) -> int:
         tokenizer, found = make_tokenizer(checkpoint["tokenizer"]), {task: {} for task in UNITS}
         results[name] = {"checkpoint": path, "sets": found}
         for (task, n), examples in tqdm(sets.items(), name, leave=False, disable=None):
-            found[task][n] = measure(model, tokenizer, examples, not problem, settings.seed)
+            numbers = partial(measure, model, tokenizer, examples, not problem, settings.seed)
+            found[task][n] = cached(settings.cache_dir, model, [task, n, settings.seed, settings.limit], numbers)
             by = found[task][n]["prefills"]
             rows.append([name, task, n, *(by[p]["depths"][0]["accuracy"] if p in by else "" for p in LAST),
                          by["standard"]["depths"][-1]["accuracy"],

@@ -1,6 +1,7 @@
 """What every experiment shares: its checkpoints and held-out windows, its table, and its JSON file and figure."""
 
 import datetime
+import hashlib
 import json
 import os
 import shlex
@@ -93,6 +94,25 @@ def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in text]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
+
+
+def cached(folder: str, model: GPT, key: list, compute: Callable[[], dict]) -> dict:
+    """compute()'s numbers, kept in `folder` by a hash of weights, key and commit, and read from there the next time.
+
+    So an experiment that was interrupted goes on with what it has. UserError where the folder cannot be written.
+    """
+    weights = b"".join(weight.cpu().numpy().tobytes() for weight in model.state_dict().values())
+    digest = hashlib.sha256(weights + json.dumps([commit(), *key]).encode()).hexdigest()[:16]
+    file, part = Path(folder, f"{digest}.json"), Path(folder, f"{digest}.{os.getpid()}.tmp")
+    if not file.exists():
+        numbers = compute()
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(numbers))
+            part.replace(file)
+        except OSError as error:
+            raise UserError(f"{folder}: {error}; name a folder that can be written") from None
+    return json.loads(file.read_text())
 
 
 def commit() -> str:
