@@ -17,6 +17,7 @@ untrained, and the loss of pass 2 when every state is the mean state.
 """
 
 import importlib.util
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -72,7 +73,7 @@ def spec_of(arm: dict, seed: int, settings: Settings) -> Spec:
         changes |= {"dataset": first_tokens(settings.data_dir, config.dataset, n_tokens, folder / "data"),
                     "data_dir": str(folder / "data"), "cooldown": 0.0, "learning_rate": config.learning_rate / 3,
                     "max_iters": 40 * n_iters, "dropout": model_config.dropout or 0.1, "eval_passes": 9,
-                    "eval_iters": -(-2 * settings.n_windows // config.batch_size)}
+                    "eval_iters": math.ceil(2 * settings.n_windows / config.batch_size)}
     changes |= arm
     ours = {name: value for name, value in changes.items() if name in TrainConfig.__dataclass_fields__}
     shape = {name: value for name, value in changes.items() if name not in ours}

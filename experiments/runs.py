@@ -117,8 +117,8 @@ def do_all(specs: list[Spec], jobs: int) -> list[dict]:
             failed.append(str(error))
     with stop_on_signals() as signals:
         try:
-            while running or todo and not signals:
-                while todo and not signals and len(running) < jobs:
+            while (running or todo) and not signals:
+                while todo and len(running) < jobs:
                     running.append((todo[0], start_beside(todo.pop(0), threads)))
                 time.sleep(0.2)
                 for spec, process in [pair for pair in running if pair[1].poll() is not None]:
@@ -130,8 +130,6 @@ def do_all(specs: list[Spec], jobs: int) -> list[dict]:
                         last = Path(spec.train.out_dir, "output.txt").read_text().strip().splitlines()[-1:]
                         failed.append(line := f"{spec.train.out_dir}: {' '.join(last)}")
                     tqdm.write(f"{line} (runs to go: {len(todo) + len(running)})")
-                if signals:
-                    break
         finally:  # a signal, or anything else: nothing goes on unseen
             for _, process in running:
                 process.terminate()

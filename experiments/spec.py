@@ -60,13 +60,13 @@ def measure(spec: Spec, counters: dict) -> dict:
 
     A run with patience is measured by its evaluations, the best of each pass, since its last weights are not its best.
     """
-    model, _ = load_model(spec.train.out_dir, str(pick_device(spec.train.device)))
-    folder = Path(spec.train.data_dir) / spec.train.dataset
-    idx, targets = held_out(model, load_tokens(folder, "val", load_meta(folder)), spec.n_windows)
     kept = {name: counters[name] for name in ("step", "tokens", "compute_tokens", "seconds", "finished")}
     kept["commit"] = commit()
     if spec.patience:
         return kept | {"losses": counters["best_val_losses"]}
+    model, _ = load_model(spec.train.out_dir, str(pick_device(spec.train.device)))
+    folder = Path(spec.train.data_dir) / spec.train.dataset
+    idx, targets = held_out(model, load_tokens(folder, "val", load_meta(folder)), spec.n_windows)
     feedback = spec.model.fusion != "none" and sum(spec.train.pass_mix[1:]) > 0
     losses, changes = measure_passes(model, idx, targets, spec.n_passes if feedback else 0)
     half = model.config.block_size // 2

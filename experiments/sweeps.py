@@ -1,5 +1,6 @@
 """What `python -m experiments.ablations` runs, as data: to add a sweep, add an entry to SWEEPS."""
 
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ SWEEPS = {
 }
 
 
+@functools.cache  # every seed asks for it
 def first_tokens(data_dir: str, dataset: str, n_tokens: int, folder: Path) -> str:
     """Makes, under folder, a dataset of the first n_tokens of another's train split and all of its val -> its name."""
     source, name = Path(data_dir) / dataset, f"{dataset}_{n_tokens}"
