@@ -1,81 +1,129 @@
-"""A full-bandwidth transformer: a GPT whose top hidden state returns to its input (arXiv:2608.08888).
+"""A full-bandwidth transformer: a GPT whose top hidden state returns to its input.
 
-Read from top to bottom; equation numbers are the paper's, and the README has the table equation -> function -> test.
-Shapes: B rows, T positions, width D = n_embd, L blocks, V symbols, H heads (H_kv for keys and values) of D_h channels.
-The state `h` (B, T, D) is the output of the last RMSNorm, just what the LM head reads; `e` (B, T, D) are token
-embeddings; `u` (B, T, D) is what the stack is fed, a plain `e` or the fusion of `e` with the state before it.
+arXiv:2608.08888; equation numbers are the paper's. Read from top to bottom: the settings, the
+fusion (the only new parameters), an ordinary small decoder, then the method itself in `GPT`.
+
+    e_t   the embedding of token t
+    u_t   what the stack is fed: e_t itself (plain), or e_t fused with h_{t-1}
+    h_t   what the stack returns, after the last norm: exactly what the LM head reads
+
+Shapes: B rows, T positions, D = n_embd channels, L blocks, V symbols, H query heads, H_kv key and
+value heads, D_h channels in a head. e, u and h are (B, T, D) each.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-FusionKind = Literal["gated", "add", "concat", "none"]
+# --------------------------------------------------------------------------------------------------
+# Settings
+
+FusionKind = Literal["gated", "add", "concat", "residual", "gated_residual", "none"]
 Mode = Literal["standard", "soft", "fused"]
-EPS = 1e-6  # of every RMSNorm
-greedy = partial(torch.argmax, dim=-1)  # picks the most likely token of each row: logits (B, V) -> tokens (B,)
 
 
-def _setting(default, help: str, flag: bool = True):  # the command line is made of these
+def _setting(default, help: str, flag: bool = True):
+    """A field that becomes --name=value; flag=False keeps it off the command line."""
     return field(default=default, metadata={"help": help, "flag": flag})
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of the model. ValueError, naming the field, for a shape that cannot be built."""
+    """The shape of the model. A shape that cannot be built raises ValueError, naming the field."""
 
     vocab_size: int = _setting(256, "number of symbols, set by the tokenizer", flag=False)
     block_size: int = _setting(64, "longest context, in tokens")
     n_layer: int = _setting(4, "number of blocks")
-    n_head: int = _setting(4, "attention heads; n_embd / n_head must be even")
+    n_head: int = _setting(4, "attention heads")
     n_embd: int = _setting(128, "width of the residual stream")
-    n_kv_head: int = _setting(0, "heads of keys and values (grouped-query attention); 0: n_head")
-    n_hidden: int = _setting(0, "width of the MLP; 0: 8/3 of n_embd, rounded up to a multiple of 32")
+    n_kv_head: int = _setting(0, "key and value heads (grouped-query attention); 0: n_head")
+    head_dim: int = _setting(0, "channels in a head, an even number; 0: n_embd / n_head")
+    n_hidden: int = _setting(0, "width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 32")
     dropout: float = _setting(0.0, "dropout on the residual branches")
-    fusion: FusionKind = _setting("gated", "gated, add, concat, or none (a plain GPT)")
+    fusion: FusionKind = _setting("gated", ", ".join(get_args(FusionKind)) + " (a plain GPT)")
+    window: int = _setting(0, "tokens that a layer's attention sees, its own included; 0: all")
+    window_every: int = _setting(0, "with a window, every n-th layer sees all tokens; 0: none does")
     rope_base: float = _setting(10000.0, "base of the rotary frequencies")
     qk_norm: bool = _setting(True, "RMSNorm on queries and keys")
+    input_norm: bool = _setting(True, "RMSNorm in front of the stack and of the fusion's gate")
     depth_scale: bool = _setting(True, "scale each residual branch by 1/sqrt(2 n_layer)")
+    eps: float = _setting(1e-6, "added to the mean square in every RMSNorm")
 
     def __post_init__(self):
-        rules = (
-            *((name, getattr(self, name) >= 1, "at least 1") for name in ("vocab_size", "n_layer", "n_head")),
-            ("block_size", self.block_size >= 2, "at least 2"),
-            ("n_embd", self.n_embd >= 1 and self.n_head >= 1 and self.n_embd % (2 * self.n_head) == 0,
-             f"a multiple of 2 * n_head={2 * self.n_head}: rotary positions turn pairs of channels in each head"),
-            ("n_kv_head", self.n_kv_head >= 0 and self.n_head % (self.n_kv_head or 1) == 0,
-             f"a divisor of n_head={self.n_head}, or 0 for n_head itself"),
-            ("n_hidden", self.n_hidden >= 0, "positive, or 0 for 8/3 of n_embd"),
-            ("dropout", 0 <= self.dropout < 1, "in [0, 1)"),
-            ("rope_base", 0 < self.rope_base < float("inf"), "positive"),
-            ("fusion", self.fusion in get_args(FusionKind), f"one of {', '.join(get_args(FusionKind))}"),
-        )
-        for name, holds, rule in rules:
+        def require(name: str, holds: bool, rule: str):
             if not holds:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {rule}")
+
+        for name in ("vocab_size", "n_layer", "n_head", "n_embd"):
+            require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("n_kv_head", "head_dim", "n_hidden", "window", "window_every"):
+            require(name, getattr(self, name) >= 0, "positive, or 0 for its default")
+        require("block_size", self.block_size >= 2, "at least 2")
+        # Rotary positions rotate pairs of channels, so every head needs an even number of them.
+        require("head_dim", self.head_dim % 2 == 0, "even")
+        divides = self.head_dim > 0 or self.n_embd % (2 * self.n_head) == 0
+        require("n_embd", divides, f"a multiple of 2 n_head = {2 * self.n_head}, or give head_dim")
+        grouped = self.n_head % self.kv_heads == 0
+        require("n_kv_head", grouped, f"a divisor of n_head={self.n_head}, or 0 for n_head itself")
+        require("window_every", self.window > 0 or not self.window_every, "0 without a window")
+        require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
+        require("rope_base", 0 < self.rope_base < math.inf, "positive")
+        require("eps", 0 < self.eps < 1, "above 0 and below 1")
+        kinds = get_args(FusionKind)
+        require("fusion", self.fusion in kinds, f"one of {', '.join(kinds)}")
 
     @property
     def kv_heads(self) -> int:
         return self.n_kv_head or self.n_head
 
+    @property
+    def d_head(self) -> int:
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def d_hidden(self) -> int:
+        return self.n_hidden or math.ceil(self.n_embd * 8 / 3 / 32) * 32
+
+    def window_of(self, layer: int) -> int:
+        """How many tokens a layer's attention sees, its own included; 0: all of them."""
+        sees_all = self.window_every > 0 and (layer + 1) % self.window_every == 0
+        return 0 if sees_all else self.window
+
 
 @dataclass(frozen=True)
 class Feedback:
-    """How a pass reads the states of the pass before it. Jitter and prefix mixin act in training mode only."""
+    """How a pass reads the states of the pass before. Jitter and mixin act in training only."""
 
     jitter: float = 0.0  # sigma of Eq. (11)
-    detach: bool = False  # cut the gradient from a pass into the one before it (the paper's ablation)
-    mixin: bool = False  # prefix mixin: a random plain prefix per row and pass, as decoding after a plain prompt has
+    detach: bool = False  # cut the gradient from a pass to the one before it (an ablation)
+    mixin: bool = False  # prefix mixin: keep a random prefix of each row plain, like a prompt
+
+
+# --------------------------------------------------------------------------------------------------
+# Fusion: the only new parameters
 
 
 class Fusion(nn.Module):
-    """e (x) h by kind: `gated`, Eq. (4), `add`, or `concat`, the same functions as `add` parameterised otherwise."""
+    """How a token's embedding e meets the state h of the position before it: u = e (x) h.
+
+    gated            (W_H h) * sigmoid(W_G norm(e))                  Eq. (4), the paper's
+    add              W_H h + W_G norm(e)                             in the paper's ablation
+    concat           W_R [h; norm(e)]                                the same functions as add
+    residual         e + rms(e) * W_H h                              ours, not the paper's
+    gated_residual   e + rms(e) * (W_H h) * sigmoid(W_G norm(e))     ours, not the paper's
+
+    The residual kinds begin with W_H = 0: before the first step u is e, so each pass is the plain
+    model. rms(e), the root mean square of a token's channels, lets W_H h count in the embedding's
+    own units, however small embeddings are.
+
+    To add a kind: its name in `FusionKind`, its matrices in `__init__`, its formula in `forward`.
+    """
 
     def __init__(self, n_embd: int, kind: FusionKind):
         super().__init__()
@@ -83,69 +131,134 @@ class Fusion(nn.Module):
         if kind == "concat":
             self.W_R = nn.Linear(2 * n_embd, n_embd, bias=False)
         else:
-            self.W_H, self.W_G = (nn.Linear(n_embd, n_embd, bias=False) for _ in range(2))
+            self.W_H = nn.Linear(n_embd, n_embd, bias=False)
+        if kind in ("gated", "add", "gated_residual"):
+            self.W_G = nn.Linear(n_embd, n_embd, bias=False)
+        self.apply(init_weights)
+        if kind in ("residual", "gated_residual"):
+            nn.init.zeros_(self.W_H.weight)
 
-    def forward(self, h_prev: Tensor, e: Tensor) -> Tensor:
-        """States of the positions before and normed embeddings, both (B, T, D) -> fused inputs (B, T, D)."""
+    def forward(self, h_prev: Tensor, e: Tensor, norm_e: Tensor) -> Tensor:
+        """u of the states one position before and of embeddings, without and with the input norm.
+
+        All three are (B, T, D), and so is u.
+        """
         if self.kind == "gated":
-            return self.W_H(h_prev) * torch.sigmoid(self.W_G(e))  # (B, T, D), Eq. (4)
+            return self.W_H(h_prev) * torch.sigmoid(self.W_G(norm_e))  # (B, T, D), Eq. (4)
         if self.kind == "add":
-            return self.W_H(h_prev) + self.W_G(e)  # (B, T, D)
-        return self.W_R(torch.cat([h_prev, e], dim=-1))  # (B, T, D)
+            return self.W_H(h_prev) + self.W_G(norm_e)  # (B, T, D)
+        if self.kind == "concat":
+            return self.W_R(torch.cat([h_prev, norm_e], dim=-1))  # (B, T, D)
+        rms_e = e.square().mean(dim=-1, keepdim=True).sqrt()  # (B, T, 1)
+        if self.kind == "residual":
+            return e + rms_e * self.W_H(h_prev)  # (B, T, D)
+        return e + rms_e * self.W_H(h_prev) * torch.sigmoid(self.W_G(norm_e))  # (B, T, D)
+
+
+def init_weights(module: nn.Module) -> None:
+    """DEVIATION: the paper's initialisation is not given; this one is ours.
+
+    A matrix keeps the scale of what it maps. The embedding is also the LM head, and small, so that
+    the first predictions are nearly uniform and the first loss is near ln V.
+    """
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=module.in_features**-0.5)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+
+
+# --------------------------------------------------------------------------------------------------
+# The decoder: an ordinary small Llama
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions: the two halves of x (B, T, H, D_h) turned against each other; rope: see `GPT.rope`."""
-    cos, sin = rope
-    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin).type_as(x)  # (B, T, H, D_h)
+    """Rotary positions: channels j and j + D_h/2 of x (B, T, H, D_h) turn as one 2-d vector."""
+    cos, sin = rope  # (T, 1, D_h/2) each, float32
+    x1, x2 = x.chunk(2, dim=-1)  # (B, T, H, D_h/2) each
+    turned = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)  # (B, T, H, D_h)
+    return turned.type_as(x)  # under bfloat16 the angles stay float32, and x does not
 
 
 class KVCache:
-    """Keys and values (L, B, H_kv, block_size, D_h) and the inputs u (B, block_size, D) that made them, preallocated.
+    """Preallocated keys and values (L, B, H_kv, block_size, D_h), of which `length` are filled.
 
-    The first `length` positions are filled; `passes` counts the parallel passes that built the prompt's part.
+    It also keeps the inputs u (B, block_size, D) that made them, because `GPT.slide` re-reads the
+    latest of these when the cache is full.
     """
 
     def __init__(self, config: GPTConfig, n_rows: int, like: Tensor):
-        shape = (config.n_layer, n_rows, config.kv_heads, config.block_size, config.n_embd // config.n_head)
-        self.k, self.v = like.new_empty(shape), like.new_empty(shape)
+        shape = (config.n_layer, n_rows, config.kv_heads, config.block_size, config.d_head)
+        self.k = like.new_empty(shape)
+        self.v = like.new_empty(shape)
         self.u = like.new_empty(n_rows, config.block_size, config.n_embd)
-        self.length = self.passes = 0
+        self.length = 0
+        self.passes = 0  # how many parallel passes built the prompt's part
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k, v (B, H_kv, T, D_h) behind the filled part -> all of the layer's (B, H_kv, length + T, D_h)."""
+        """Writes k, v (B, H_kv, T, D_h) behind the filled part.
+
+        -> all keys and values so far, (B, H_kv, length + T, D_h) each. `length` itself advances
+        once, in `GPT.stack`, after every layer has written.
+        """
         end = self.length + k.size(2)
-        self.k[layer, :, :, self.length:end] = k
-        self.v[layer, :, :, self.length:end] = v
+        self.k[layer, :, :, self.length : end] = k
+        self.v[layer, :, :, self.length : end] = v
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions and QK-norm."""
+    """Causal attention with rotary positions, QK-norm, grouped queries and an optional window."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, window: int):
         super().__init__()
-        self.head_dim = config.n_embd // config.n_head
-        kv_dim = config.kv_heads * self.head_dim
-        self.q = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.k, self.v = (nn.Linear(config.n_embd, kv_dim, bias=False) for _ in range(2))
-        self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, EPS) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim, EPS) if config.qk_norm else nn.Identity()
+        self.window = window  # 0: no window
+        self.d_head = config.d_head
         self.grouped = config.kv_heads < config.n_head
+        self.q = nn.Linear(config.n_embd, config.n_head * config.d_head, bias=False)
+        self.k = nn.Linear(config.n_embd, config.kv_heads * config.d_head, bias=False)
+        self.v = nn.Linear(config.n_embd, config.kv_heads * config.d_head, bias=False)
+        self.out = nn.Linear(config.n_head * config.d_head, config.n_embd, bias=False)
+        self.q_norm = nn.RMSNorm(config.d_head, config.eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(config.d_head, config.eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], layer: int, cache: KVCache | None) -> Tensor:
-        B, T, D = x.shape
-        q, k, v = (project(x).view(B, T, -1, self.head_dim) for project in (self.q, self.k, self.v))  # (B, T, H, D_h)
-        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or H_kv, T, D_h)
-        seen = None
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], layer: int, cache: KVCache | None
+    ) -> Tensor:
+        B, T, _ = x.shape
+        q = self.q(x).view(B, T, -1, self.d_head)  # (B, T, H, D_h)
+        k = self.k(x).view(B, T, -1, self.d_head)  # (B, T, H_kv, D_h)
+        v = self.v(x).view(B, T, -1, self.d_head)  # (B, T, H_kv, D_h)
+        q = rotate(self.q_norm(q), rope)
+        k = rotate(self.k_norm(k), rope)
+        q = q.transpose(1, 2)  # (B, H, T, D_h)
+        k = k.transpose(1, 2)  # (B, H_kv, T, D_h)
+        v = v.transpose(1, 2)  # (B, H_kv, T, D_h)
         if cache is not None:
             k, v = cache.append(layer, k, v)  # (B, H_kv, length + T, D_h)
-            if T < k.size(2):  # a new position sees the cache, and the new ones up to itself
-                seen = torch.ones(T, k.size(2), dtype=torch.bool, device=x.device).tril(k.size(2) - T)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=self.grouped)
-        return self.out(y.transpose(1, 2).reshape(B, T, D))  # (B, T, D)
+        if self.window and T == 1:  # a single token needs no mask: it sees all keys it is given
+            k = k[:, :, -self.window :]  # (B, H_kv, at most window, D_h)
+            v = v[:, :, -self.window :]  # (B, H_kv, at most window, D_h)
+        mask = self.mask(T, k.size(2), x.device)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None and T > 1, enable_gqa=self.grouped
+        )  # (B, H, T, D_h)
+        return self.out(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
+
+    def mask(self, T: int, n_keys: int, device: torch.device) -> Tensor | None:
+        """Which of n_keys keys each of the last T positions sees, (T, n_keys) bool.
+
+        None where no mask has to be written out: for one token, which sees all keys, and for the
+        plain causal triangle, which scaled_dot_product_attention knows by itself.
+        """
+        triangle = T == n_keys and not 0 < self.window < T
+        if T == 1 or triangle:
+            return None
+        query = torch.arange(n_keys - T, n_keys, device=device)[:, None]  # (T, 1)
+        key = torch.arange(n_keys, device=device)  # (n_keys,)
+        sees = key <= query  # (T, n_keys)
+        if self.window:
+            sees &= key > query - self.window
+        return sees
 
 
 class MLP(nn.Module):
@@ -153,36 +266,40 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        hidden = config.n_hidden or math.ceil(config.n_embd * 8 / 3 / 32) * 32
-        self.gate = nn.Linear(config.n_embd, hidden, bias=False)
-        self.up = nn.Linear(config.n_embd, hidden, bias=False)
-        self.down = nn.Linear(hidden, config.n_embd, bias=False)
+        self.gate = nn.Linear(config.n_embd, config.d_hidden, bias=False)
+        self.up = nn.Linear(config.n_embd, config.d_hidden, bias=False)
+        self.down = nn.Linear(config.d_hidden, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))  # (B, T, D)
 
 
 class Block(nn.Module):
-    """x + a attn(norm(x)), then x + a mlp(norm(x)). DEVIATION: a = 1/sqrt(2L); the paper only asks that h stay O(1)."""
+    """x + a attn(norm(x)), then x + a mlp(norm(x)).
 
-    def __init__(self, config: GPTConfig):
+    DEVIATION: a = 1/sqrt(2L), our choice; the paper scales by depth without giving the factor. It
+    bounds the residual before the last norm, and so the share of it that is still the input u.
+    """
+
+    def __init__(self, config: GPTConfig, window: int):
         super().__init__()
-        self.scale = (2 * config.n_layer) ** -0.5 if config.depth_scale else 1.0
-        self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
-        self.attn_norm, self.attn = nn.RMSNorm(config.n_embd, EPS), Attention(config)
-        self.mlp_norm, self.mlp = nn.RMSNorm(config.n_embd, EPS), MLP(config)
+        self.a = (2 * config.n_layer) ** -0.5 if config.depth_scale else 1.0
+        self.dropout = nn.Dropout(config.dropout)
+        self.attn_norm = nn.RMSNorm(config.n_embd, config.eps)
+        self.attn = Attention(config, window)
+        self.mlp_norm = nn.RMSNorm(config.n_embd, config.eps)
+        self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], layer: int, cache: KVCache | None) -> Tensor:
-        x = torch.add(x, self.drop(self.attn(self.attn_norm(x), rope, layer, cache)), alpha=self.scale)
-        return torch.add(x, self.drop(self.mlp(self.mlp_norm(x))), alpha=self.scale)  # (B, T, D)
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], layer: int, cache: KVCache | None
+    ) -> Tensor:
+        x = x + self.a * self.dropout(self.attn(self.attn_norm(x), rope, layer, cache))
+        x = x + self.a * self.dropout(self.mlp(self.mlp_norm(x)))
+        return x  # (B, T, D)
 
 
-def init_weights(module: nn.Module) -> None:
-    """DEVIATION: our own. Matrices keep the size of what they map; the embedding is small: the first loss is ln V."""
-    if isinstance(module, nn.Linear):
-        nn.init.normal_(module.weight, std=module.in_features ** -0.5)
-    elif isinstance(module, nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
+# --------------------------------------------------------------------------------------------------
+# The method
 
 
 class GPT(nn.Module):
@@ -191,160 +308,307 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)  # tied: also the LM head
-        self.input_norm = nn.RMSNorm(config.n_embd, EPS)  # shared: in front of the stack and before the gate
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.output_norm = nn.RMSNorm(config.n_embd, EPS)
-        self.apply(init_weights)  # before the fusion: one seed gives a model without it the same other weights
-        self.fusion = None if config.fusion == "none" else Fusion(config.n_embd, config.fusion).apply(init_weights)
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)  # also the LM head (tied)
+        # One norm for the stack and the gate, so that plain and fused inputs arrive alike.
+        norm = nn.RMSNorm(config.n_embd, config.eps)
+        self.input_norm = norm if config.input_norm else nn.Identity()
+        blocks = (Block(config, config.window_of(layer)) for layer in range(config.n_layer))
+        self.blocks = nn.ModuleList(blocks)
+        self.output_norm = nn.RMSNorm(config.n_embd, config.eps)
+        self.apply(init_weights)
+        # The fusion comes last, so that a plain GPT of the same seed has the same other weights.
+        self.fusion = None if config.fusion == "none" else Fusion(config.n_embd, config.fusion)
+        # Training only: keep each block's input instead of all activations, and compute them
+        # again in the backward pass. Less memory, more time, the same gradients.
+        self.recompute = False
+        self.rope_table: tuple[Tensor, Tensor] | None = None  # made by `rope`
+
+    # The decoder's three parts: tokens -> e, u -> h, h -> logits
 
     def embed(self, idx: Tensor) -> Tensor:
         """Tokens (B, T) -> embeddings e (B, T, D)."""
         return self.embedding(idx)  # (B, T, D)
 
-    def head(self, h: Tensor) -> Tensor:
-        """States (..., D) -> logits (..., V), by the embedding's own weights."""
-        return F.linear(h, self.embedding.weight)  # (..., V)
-
     def stack(self, u: Tensor, cache: KVCache | None = None) -> Tensor:
-        """h = f(u; cache), Eq. (3): inputs (B, T, D) -> top states (B, T, D); ValueError when u does not fit.
+        """h = f(u; cache), Eq. (3): inputs (B, T, D) -> top states (B, T, D).
 
-        With a cache, u stands behind what it holds and is appended to it; a full cache slides first.
+        With a cache, u continues what it holds and is appended to it; a full cache slides first.
+        ValueError when u does not fit into block_size.
         """
         if cache is not None and cache.length == self.config.block_size:
             self.slide(cache)
         start = 0 if cache is None else cache.length
         end = start + u.size(1)
-        if not start < end <= self.config.block_size:
-            raise ValueError(f"{start} + {u.size(1)} positions: 1 to block_size={self.config.block_size} can be filled")
+        if u.size(1) < 1 or end > self.config.block_size:
+            raise ValueError(
+                f"{u.size(1)} inputs after {start}: at least 1, and at most block_size="
+                f"{self.config.block_size} in all, can be read"
+            )
         rope = self.rope(start, end, u.device)
         x = self.input_norm(u)  # (B, T, D)
         for layer, block in enumerate(self.blocks):
-            x = block(x, rope, layer, cache)
+            x = self.maybe_recompute(block, x, rope, layer, cache)  # (B, T, D)
         if cache is not None:
             cache.u[:, start:end] = u
             cache.length = end
         return self.output_norm(x)  # (B, T, D)
 
-    def rope(self, start: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin (T, 1, D_h) of positions start..end-1, in float32 whatever the model's dtype.
+    def head(self, h: Tensor) -> Tensor:
+        """States (..., D) -> logits (..., V), by the embedding's own weights."""
+        return F.linear(h, self.embedding.weight)  # (..., V)
 
-        Both halves of a head turn by the same angles; the first half's sin is negative, as `rotate` needs it.
+    def nll(self, h: Tensor, targets: Tensor) -> Tensor:
+        """-log p(target | h) in nats, of states (B, T, D) and tokens (B, T) -> (B, T).
+
+        A target of -1 is left out: its loss is 0.
         """
-        head_dim = self.config.n_embd // self.config.n_head
-        channel = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)  # (D_h/2,)
-        position = torch.arange(start, end, device=device, dtype=torch.float32)  # (T,)
-        angle = torch.outer(position, self.config.rope_base ** (-channel / head_dim))[:, None]  # (T, 1, D_h/2)
-        return torch.cat([angle, angle], dim=-1).cos(), torch.cat([-angle, angle], dim=-1).sin()  # (T, 1, D_h)
+        logits = self.head(h).flatten(0, 1)  # (B T, V)
+        losses = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="none")
+        return losses.view_as(targets)  # (B, T)
+
+    def rope(self, start: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin, (T, 1, D_h/2) each, of the angles of positions start..end-1.
+
+        They are computed once, and are no buffers, since they stay float32 in any model's dtype.
+        """
+        if self.rope_table is None or self.rope_table[0].device != device:
+            d_head = self.config.d_head
+            channel = torch.arange(0, d_head, 2, device=device, dtype=torch.float32)
+            frequency = self.config.rope_base ** (-channel / d_head)  # (D_h/2,)
+            position = torch.arange(self.config.block_size, device=device, dtype=torch.float32)
+            angle = torch.outer(position, frequency)[:, None]  # (block_size, 1, D_h/2)
+            self.rope_table = angle.cos(), angle.sin()
+        cos, sin = self.rope_table
+        return cos[start:end], sin[start:end]
 
     def slide(self, cache: KVCache) -> None:
-        """DEVIATION: past block_size, the stack is re-run once over the last half block of the inputs actually fed."""
-        recent = cache.u[:, cache.length - self.config.block_size // 2:cache.length]  # (B, block_size/2, D)
+        """Makes room: re-runs the stack over the last half block of the inputs actually fed.
+
+        DEVIATION: the paper does not say what happens past block_size.
+        """
+        half = self.config.block_size // 2
+        recent = cache.u[:, cache.length - half : cache.length]  # (B, block_size/2, D)
         cache.length = 0
         self.stack(recent, cache)
 
-    def combine(self, h_prev: Tensor, e: Tensor) -> Tensor:
-        """u_t = e_t (x) h_{t-1}, Eqs. (5)-(6): states one position back and embeddings, both (B, T, D) -> (B, T, D)."""
+    def maybe_recompute(self, part: Callable[..., Tensor], *inputs) -> Tensor:
+        """part(*inputs); with `recompute`, in a way that keeps only the inputs for the backward."""
+        if self.recompute and self.training and torch.is_grad_enabled():
+            return checkpoint(part, *inputs, use_reentrant=False)
+        return part(*inputs)
+
+    # Latent feedback: e and h -> u, and passes
+
+    def fuse(self, h_prev: Tensor, e: Tensor) -> Tensor:
+        """u_t = e_t (x) h_{t-1}, Eqs. (5)-(6), of aligned h_{t-1} and e_t, (B, T, D) each."""
         if self.fusion is None:
             raise ValueError("latent feedback needs a fusion; this model has fusion=none")
-        return self.fusion(h_prev, self.input_norm(e)).type_as(e)  # (B, T, D)
+        u = self.fusion(h_prev, e, self.input_norm(e))  # (B, T, D)
+        return u.type_as(e)  # autocast may have halved it
 
-    def fuse(self, h: Tensor, e: Tensor, plain: Tensor | None = None) -> Tensor:
-        """Eq. (8): states of the pass before and embeddings, both (B, T, D) -> the next pass's inputs (B, T, D).
+    def next_inputs(self, h: Tensor, e: Tensor, plain: Tensor | None = None) -> Tensor:
+        """Eq. (8): the states of one pass and the embeddings -> the next pass's inputs u.
 
-        The states shift right by one; the first position, and those where `plain` (T) or (B, T) is True, stay plain.
+        All are (B, T, D). States shift right by one. The first position stays plain, and so do
+        those where `plain`, (T,) or (B, T), is True.
         """
-        u = torch.cat([e[:, :1], self.combine(h[:, :-1], e[:, 1:])], dim=1)  # (B, T, D)
-        return u if plain is None else torch.where(plain[..., None], e, u)
+        fused = self.fuse(h[:, :-1], e[:, 1:])  # (B, T-1, D)
+        u = torch.cat([e[:, :1], fused], dim=1)  # (B, T, D)
+        if plain is not None:
+            u = torch.where(plain[..., None], e, u)
+        return u
 
-    def next_pass(self, h: Tensor, e: Tensor, plain: Tensor | None = None, feedback: Feedback = Feedback()) -> Tensor:
-        """h^(k) from h^(k-1), Eqs. (8)-(9), both (B, T, D): one Jacobi update of all positions in parallel."""
-        h = h.detach() if feedback.detach else h
+    def next_pass(
+        self,
+        h: Tensor,
+        e: Tensor,
+        plain: Tensor | None = None,
+        feedback: Feedback = Feedback(),
+    ) -> Tensor:
+        """h^(k) from h^(k-1), Eqs. (8)-(9), (B, T, D) each: all positions advance in parallel."""
+        if feedback.detach:
+            h = h.detach()
         if self.training and feedback.jitter:
             h = h + torch.empty_like(h).uniform_(-feedback.jitter, feedback.jitter)  # Eq. (11)
         if self.training and feedback.mixin:
-            mixed = prefix_mask(*e.shape[:2], device=e.device)  # (B, T)
-            plain = mixed if plain is None else mixed | plain
-        return self.stack(self.fuse(h, e, plain))
+            prefix = prefix_mask(e.size(0), e.size(1), e.device)  # (B, T)
+            plain = prefix if plain is None else prefix | plain
+        return self.stack(self.next_inputs(h, e, plain))
 
-    def passes(self, idx: Tensor, k: int, plain: Tensor | None = None, feedback: Feedback = Feedback()) -> list[Tensor]:
-        """[h^(1), ..., h^(k)], each (B, T, D), of tokens (B, T); without jitter h^(k) is the recurrence's at 1..k."""
+    def passes(
+        self,
+        idx: Tensor,
+        k: int,
+        plain: Tensor | None = None,
+        feedback: Feedback = Feedback(),
+    ) -> list[Tensor]:
+        """[h^(1), ..., h^(k)], (B, T, D) each, of tokens (B, T).
+
+        At positions 1..k, h^(k) is already the exact state of the sequential recurrence, as long
+        as there is no jitter.
+        """
         e = self.embed(idx)
         states = [self.stack(e)]  # Eq. (7)
         while len(states) < k:
             states.append(self.next_pass(states[-1], e, plain, feedback))  # Eqs. (8)-(9)
         return states
 
-    def forward(self, idx: Tensor, targets: Tensor, k: int = 1, feedback: Feedback = Feedback()) -> Tensor:
-        """Tokens and next tokens (B, T), -1 to leave out -> NLL^(1), ..., NLL^(k), shape (k,), in nats a token.
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor,
+        k: int = 1,
+        feedback: Feedback = Feedback(),
+    ) -> Tensor:
+        """Tokens and next tokens (B, T) -> NLL^(1), ..., NLL^(k), shape (k,), in nats per token.
 
-        This is what torch.compile and DDP wrap: a whole training step up to the objective.
+        Targets of -1 are left out. DDP wraps this: a whole step up to the objective, so that one
+        backward pass crosses all passes.
         """
-        return torch.stack([F.cross_entropy(self.head(h).flatten(0, 1), targets.flatten(), ignore_index=-1)
-                            for h in self.passes(idx, k, feedback=feedback)])  # (k,)
+        n_targets = (targets != -1).sum()
+        losses = []
+        for h in self.passes(idx, k, feedback=feedback):
+            losses.append(self.maybe_recompute(self.nll, h, targets).sum() / n_targets)
+        return torch.stack(losses)  # (k,)
+
+    # Decoding
 
     @torch.no_grad()
-    def reconstruct(self, idx: Tensor, n_prompt: int, k: int, tol: float = 0.0) -> tuple[KVCache, Tensor]:
+    def reconstruct(
+        self, idx: Tensor, n_plain: int, k: int, tol: float = 0.0
+    ) -> tuple[KVCache, Tensor]:
         """The KV cache of tokens (B, T) and their states h (B, T, D), by k parallel passes.
 
-        The first n_prompt positions are plain, the others fused: k = 1 is ordinary prefill, n_prompt = 0 a fused one.
-        With tol > 0 it stops once ||h^(k) - h^(k-1)|| <= tol ||h^(k)|| in every row; `cache.passes` counts the passes.
+        The first n_plain positions are plain, the others fused. k = 1 is ordinary prefill.
+        With tol > 0 the passes stop early, once ||h^(k) - h^(k-1)|| <= tol ||h^(k)|| over the
+        fused positions of every row; `cache.passes` tells how many were run.
         """
         e = self.embed(idx)
-        plain = torch.arange(idx.size(1), device=idx.device) < n_prompt  # (T,)
+        plain = torch.arange(idx.size(1), device=idx.device) < n_plain  # (T,)
         cache = KVCache(self.config, idx.size(0), like=e)
         h = self.stack(e, cache)  # Eq. (7)
         cache.passes = 1
         while cache.passes < k:
-            h_before, cache.length = h, 0  # each pass writes its keys and values over the last one's
-            h = self.stack(self.fuse(h_before, e, plain), cache)  # Eqs. (8)-(9)
+            cache.length = 0  # this pass overwrites the keys and values of the one before
+            h_before = h
+            h = self.stack(self.next_inputs(h_before, e, plain), cache)  # Eqs. (8)-(9)
             cache.passes += 1
-            if tol and bool(((h - h_before).norm(dim=(1, 2)) <= tol * h.norm(dim=(1, 2))).all()):
-                break
+            if tol:
+                fused = h[:, n_plain:]  # (B, T - n_plain, D)
+                change = (fused - h_before[:, n_plain:]).norm(dim=(1, 2))  # (B,)
+                if (change <= tol * fused.norm(dim=(1, 2))).all():
+                    break
         return cache, h
 
-    def prefill(self, idx: Tensor, mode: Mode, prefill_passes: int = 1, tol: float = 0.0) -> tuple[KVCache, Tensor]:
-        """The prompt (B, T), of which the last block_size tokens are read -> its cache, its last state h (B, 1, D).
+    def prefill(
+        self, idx: Tensor, mode: Mode, prefill_passes: int = 1, tol: float = 0.0
+    ) -> tuple[KVCache, Tensor]:
+        """The prompt (B, T), of which the last block_size tokens are read.
 
-        Standard and Soft read it in one plain pass, Fused in `prefill_passes` more (fewer once `tol` is reached).
+        -> its cache and its last state (B, 1, D). Standard and Soft read the prompt in one plain
+        pass; Fused adds `prefill_passes` fused ones, fewer once `tol` is reached.
         """
-        if mode not in get_args(Mode) or mode != "standard" and self.fusion is None:
-            raise ValueError(f"mode={mode!r} must be standard, or in a model with a fusion soft or fused")
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode={mode!r} must be one of {', '.join(get_args(Mode))}")
+        if mode != "standard" and self.fusion is None:
+            raise ValueError(f"mode={mode!r} needs a fusion; this model has fusion=none")
         if prefill_passes < 1:
-            raise ValueError(f"prefill_passes={prefill_passes} must be at least 1; mode=soft has a plain prefill")
-        idx = idx[:, -self.config.block_size:]
-        n_plain, k = (0, 1 + prefill_passes) if mode == "fused" else (idx.size(1), 1)
-        cache, h = self.reconstruct(idx, n_plain, k, tol)
+            raise ValueError(f"prefill_passes={prefill_passes} must be at least 1; soft has none")
+        idx = idx[:, -self.config.block_size :]
+        if mode == "fused":
+            cache, h = self.reconstruct(idx, n_plain=0, k=1 + prefill_passes, tol=tol)
+        else:
+            cache, h = self.reconstruct(idx, n_plain=idx.size(1), k=1)
         return cache, h[:, -1:]
 
     @torch.no_grad()
     def decode_step(self, token: Tensor, h: Tensor, cache: KVCache, mode: Mode) -> Tensor:
-        """Feeds token (B, 1), in Soft and Fused with the state h (B, 1, D) before it -> its own state (B, 1, D)."""
+        """Feeds one token (B, 1) -> its state (B, 1, D).
+
+        Soft and Fused fuse it with h (B, 1, D), the state before it.
+        """
         e = self.embed(token)  # (B, 1, D)
-        return self.stack(e if mode == "standard" else self.combine(h, e), cache)
+        u = e if mode == "standard" else self.fuse(h, e)  # (B, 1, D)
+        return self.stack(u, cache)
 
     @torch.no_grad()
-    def generate(self, idx: Tensor, max_new_tokens: int, mode: Mode = "standard",
-                 pick: Callable[[Tensor], Tensor] = greedy, **prefill) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields max_new_tokens times (token (B,), its log-probability (B,) before temperature and top-k).
+    def generate(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        mode: Mode = "standard",
+        pick: Callable[[Tensor], Tensor] | None = None,
+        **options,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """After the prompt idx (B, T), yields max_new_tokens pairs (Listing 2).
 
-        idx: prompt (B, T); pick: logits (B, V) -> tokens (B,), e.g. sample.sampler; prefill: the options of `prefill`.
+        A pair is a token (B,) and its log-probability (B,), which is the model's own, whatever
+        `pick` does. pick: logits (B, V) -> tokens (B,), the likeliest by default; see `sampler`.
+        options: those of `prefill`.
         """
-        cache, h = self.prefill(idx, mode, **prefill)
-        for n in range(1, max_new_tokens + 1):
+        pick = pick or greedy
+        cache, h = self.prefill(idx, mode, **options)
+        for n in range(max_new_tokens):
             logits = self.head(h[:, -1]).float()  # (B, V)
             token = pick(logits)  # (B,)
             yield token, logits.log_softmax(-1).gather(1, token[:, None])[:, 0]
-            if n < max_new_tokens:
+            if n + 1 < max_new_tokens:  # nobody reads the state of the last token
                 h = self.decode_step(token[:, None], h, cache, mode)
 
 
 def objective(losses: Tensor, lam: float = 1.0) -> Tensor:
-    """NLL^(1) + lam * mean of NLL^(2..K), Eq. (10): losses (K,) -> scalar."""
-    return losses[0] + lam * losses[1:].mean() if len(losses) > 1 else losses[0]
+    """NLL^(1) + lam * mean of NLL^(2), ..., NLL^(K), Eq. (10): losses (K,) -> scalar."""
+    if len(losses) == 1:
+        return losses[0]
+    return losses[0] + lam * losses[1:].mean()
 
 
 def prefix_mask(n_rows: int, n_positions: int, device: torch.device | None = None) -> Tensor:
-    """(B, T) bool, each row's plain part under prefix mixin, its first p. DEVIATION: p uniform in 1..T-1; left open."""
+    """Which positions prefix mixin keeps plain: the first p of each row, (B, T) bool.
+
+    DEVIATION: p is uniform in 1..T-1; the paper leaves its distribution open.
+    """
     p = torch.randint(1, max(n_positions, 2), (n_rows, 1), device=device)  # (B, 1)
     return torch.arange(n_positions, device=device) < p  # (B, T)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Logits (B, V) -> the likeliest tokens (B,)."""
+    return logits.argmax(-1)
+
+
+def sampler(
+    temperature: float = 1.0, top_k: int = 0, seed: int | None = None
+) -> Callable[[Tensor], Tensor]:
+    """A `pick` for GPT.generate that draws: logits (B, V) -> tokens (B,).
+
+    temperature 0 is greedy; top_k 0 keeps all symbols. Row i draws from a generator of its own,
+    made of (seed, i), so that a row is the same whatever stands beside it; with seed=None all rows
+    draw from PyTorch's global one. ValueError for a negative setting.
+    """
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be positive, or 0 for the likeliest token")
+    if top_k < 0:
+        raise ValueError(f"top_k={top_k} must be positive, or 0 for all symbols")
+    if temperature == 0:
+        return greedy
+    generators: list[torch.Generator] = []
+
+    def pick(logits: Tensor) -> Tensor:
+        scaled = logits.cpu().double()  # (B, V), on the CPU: the same draws on every device
+        scaled = scaled - scaled.amax(-1, keepdim=True)  # at most 0, so that nothing overflows
+        scaled = scaled / temperature
+        if 0 < top_k < scaled.size(-1):
+            best = scaled.topk(top_k)  # exactly top_k of them, also where logits are equal
+            scaled = torch.full_like(scaled, -math.inf).scatter(1, best.indices, best.values)
+        p = scaled.softmax(-1)  # (B, V)
+        if seed is None:
+            return torch.multinomial(p, 1)[:, 0].to(logits.device)  # (B,)
+        while len(generators) < len(p):
+            row_seed = (seed + len(generators) * 0x9E3779B97F4A7C15) % 2**63
+            generators.append(torch.Generator().manual_seed(row_seed))
+        rows = zip(p, generators, strict=False)  # an earlier batch may have had more rows
+        drawn = [torch.multinomial(row, 1, generator=generator) for row, generator in rows]
+        return torch.cat(drawn).to(logits.device)  # (B,)
+
+    return pick

@@ -9,7 +9,6 @@
 
 import hashlib
 import json
-import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,10 @@ from typing import Literal
 
 import numpy as np
 
-from configurator import UserError, parse, run, setting, suggestion
+from harness.configurator import UserError, parse, run, setting, suggestion
 from corpora import CORPORA
-from tokenizer import CharTokenizer, GPT2Tokenizer, make_tokenizer
+from harness.data import save_dataset, token_dtype
+from harness.tokenizer import CharTokenizer, GPT2Tokenizer
 
 
 @dataclass(frozen=True)
@@ -43,56 +43,6 @@ def read_text(file: str) -> str:
         raise UserError(f"--input={file}: not UTF-8 text (at byte {error.start}); convert it to UTF-8") from None
     except OSError as error:
         raise UserError(f"--input={file}: {error.strerror} ({Path(file).absolute()}); name a text file") from None
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The type of the tokens in a .bin file, little-endian on every machine."""
-    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-
-
-def save(folder: Path, files: dict[str, bytes]) -> None:
-    """Writes all of `files` under temporary names, then moves them into place in their order; OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    parts = {folder / name: folder / f".{name}.{os.getpid()}.tmp" for name in files}
-    try:
-        for path, part in parts.items():
-            part.write_bytes(files[path.name])
-        meta = folder / "meta.json"
-        if meta.exists() and meta.read_bytes() != files["meta.json"]:
-            meta.unlink()  # whatever happens next, old counts never stand beside new tokens
-        for path, part in parts.items():
-            part.replace(path)
-    finally:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
-
-
-def load_meta(folder: Path) -> dict:
-    """meta.json, checked against the .bin files beside it; UserError says how to prepare what is missing or damaged."""
-    corpus = folder.name if folder.name in CORPORA else f"--input=FILE --name={shlex.quote(folder.name)}"
-    place = "" if folder.parent == Path("data") else f" --data_dir={shlex.quote(str(folder.parent))}"
-    again = f"run: python prepare.py {corpus}{place}"
-    try:
-        meta = json.loads((folder / "meta.json").read_bytes())
-        spec, vocab_size, dtype = meta["tokenizer"], meta["vocab_size"], token_dtype(meta["vocab_size"])
-        n_symbols = vocab_size if spec["kind"] == "gpt2" else make_tokenizer(spec).vocab_size
-        if (n_symbols, dtype.name) != (vocab_size, meta["dtype"]):
-            raise ValueError(f"{n_symbols} symbols, but vocab_size={vocab_size} and dtype={meta['dtype']}")
-        for split in ("train", "val"):
-            path, wanted = folder / f"{split}.bin", meta[f"{split}_tokens"] * dtype.itemsize
-            size = path.stat().st_size if path.is_file() else 0
-            if not 0 < wanted == size:
-                raise ValueError(f"{path.name} is missing or has {size} bytes where {wanted} should be")
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"no prepared data at {folder.absolute()}; {again}") from None
-    except (OSError, UserError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"damaged data at {folder.absolute()} ({type(error).__name__}: {error}); {again}") from None
-    return meta
-
-
-def load_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
-    """The tokens of `split`, "train" or "val", read-only, (N,); they stay on disk until they are used."""
-    return np.memmap(folder / f"{split}.bin", token_dtype(meta["vocab_size"]), mode="r")
 
 
 def main(argv: list[str]) -> None:
@@ -125,7 +75,7 @@ def main(argv: list[str]) -> None:
             "sha256": hashlib.sha256(text.encode()).hexdigest()}
     folder = Path(settings.data_dir, name)
     try:
-        save(folder, {"train.bin": train.tobytes(), "val.bin": val.tobytes(), "meta.json": json.dumps(meta).encode()})
+        save_dataset(folder, {"train.bin": train.tobytes(), "val.bin": val.tobytes(), "meta.json": json.dumps(meta).encode()})
     except OSError as error:
         raise UserError(f"--data_dir={settings.data_dir}: cannot write {folder.absolute()}: {error.strerror}") from None
     place = "" if settings.data_dir == "data" else f" --data_dir={shlex.quote(settings.data_dir)}"

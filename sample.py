@@ -18,7 +18,6 @@ the sampled tokens under the model itself, before temperature and top-k, in nats
 import codecs
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -27,13 +26,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import known_runs, load_model, without_feedback
-from configurator import UserError, parse, run, setting
-from machine import pick_device
-from model import GPT, Mode, greedy
-from tokenizer import CharTokenizer, GPT2Tokenizer, make_tokenizer
+from harness.checkpoint import known_runs, load_model, without_feedback
+from harness.configurator import UserError, parse, run, setting
+from harness.machine import pick_device
+from model import GPT, Mode, sampler
+from harness.tokenizer import Tokenizer, make_tokenizer
 
-Tokenizer = CharTokenizer | GPT2Tokenizer
 AROUND = 10  # tokens shown before and after the place where two texts part
 
 
@@ -71,31 +69,6 @@ class SampleConfig:
                 raise ValueError(f"--{name}={getattr(self, name)} must be {rule}")
 
 
-def sampler(temperature: float = 1.0, top_k: int = 0, generator: torch.Generator | None = None) \
-        -> Callable[[Tensor], Tensor]:
-    """A `pick` for GPT.generate: logits (B, V) -> tokens (B,), drawn independently for each row.
-
-    temperature 0 is greedy, top_k 0 keeps all symbols; ValueError for what is neither that nor positive. The draws are
-    made in float64 on the CPU, as `generator` must be, so that a seed means the same everywhere.
-    """
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"--temperature={temperature} must be a positive number, or 0 for the likeliest token")
-    if top_k < 0:
-        raise ValueError(f"--top_k={top_k} must be positive, or 0 for all symbols")
-    if temperature == 0:
-        return greedy
-
-    def pick(logits: Tensor) -> Tensor:
-        scaled = logits.cpu().double()  # (B, V)
-        scaled = (scaled - scaled.amax(-1, keepdim=True)) / temperature  # at most 0: no overflow at 1e-8
-        if 0 < top_k < scaled.size(-1):
-            best = scaled.topk(top_k)  # (B, top_k): exactly that many, also where logits are equal
-            scaled = torch.full_like(scaled, -torch.inf).scatter(1, best.indices, best.values)
-        return torch.multinomial(scaled.softmax(-1), 1, generator=generator)[:, 0].to(logits.device)  # (B,)
-
-    return pick
-
-
 def sample(model: GPT, tokenizer: Tokenizer, prompt: tuple[str, Tensor], mode: Mode, config: SampleConfig) \
         -> tuple[list[list[int]], str]:
     """Goes on from the prompt, its text and tokens (B, T), in one mode -> each row's new tokens, and statistics.
@@ -105,7 +78,7 @@ def sample(model: GPT, tokenizer: Tokenizer, prompt: tuple[str, Tensor], mode: M
     text, idx = prompt
     single, columns, log_prob = len(idx) == 1, [], 0.0
     characters = codecs.getincrementaldecoder("utf-8")(errors="replace")  # GPT-2's tokens may cut a character in two
-    pick = sampler(config.temperature, config.top_k, torch.Generator().manual_seed(config.seed))
+    pick = sampler(config.temperature, config.top_k, config.seed)
     prefill = {"prefill_passes": config.prefill_passes, "tol": config.tol} if mode == "fused" else {}
     print(text if single else "", end="", flush=True)
     began = time.perf_counter()

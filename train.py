@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import check_same_run, initial_weights, load_checkpoint, save_checkpoint
-from configurator import UserError, key, parse, run, setting
-from machine import Processes, compiled, pick_device, pick_dtype, stop_on_signals
+from harness.checkpoint import check_same_run, initial_weights, load_checkpoint, save_checkpoint
+from harness.configurator import UserError, key, parse, run, setting
+from harness.data import even_starts, load_meta, load_tokens, windows
+from harness.machine import Processes, compiled, pick_device, pick_dtype, stop_on_signals
 from model import GPT, Feedback, GPTConfig, objective
-from prepare import load_meta, load_tokens
-from runlog import Log, writing_to
+from harness.runlog import Log, writing_to
 
 draw = np.random.default_rng  # of (seed, purpose, step, micro-batch)
 BATCH, PASSES, MIXIN, NOISE, INIT = range(5)  # the purposes
@@ -56,7 +56,7 @@ class TrainConfig:
     learning_rate: float = setting(1e-3, "peak; WSD: warmup, constant, linear cool-down to 0")
     warmup_iters: int = setting(50, "steps of linear warmup")
     cooldown: float = setting(0.25, "share of the run, its last, in which the rate falls to 0")
-    weight_decay: float = setting(0.1, "on matrices only")
+    weight_decay: float = setting(0.1, "on hidden matrices: neither the embedding nor the gains decay")
     beta1: float = setting(0.9, "AdamW")
     beta2: float = setting(0.95, "AdamW")
     grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping")
@@ -113,17 +113,6 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.learning_rate * min(warm, cool, 1.0)
 
 
-def even_starts(tokens: np.ndarray, n_windows: int, block_size: int) -> np.ndarray:
-    """Where n_windows evenly spaced windows of a split begin; fewer where it is too short for as many."""
-    return np.unique(np.linspace(0, len(tokens) - block_size - 1, n_windows).astype(np.int64))
-
-
-def windows(tokens: np.ndarray, starts: np.ndarray, block_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and next tokens, each (B, block_size), of the windows that begin at starts (B,)."""
-    rows = torch.from_numpy(tokens[starts[:, None] + np.arange(block_size + 1)].astype(np.int64)).to(device)
-    return rows[:, :-1], rows[:, 1:]
-
-
 def evaluate(model: GPT, tokens: np.ndarray, n_windows: int, n_passes: int, batch_size: int = 12) -> list[float]:
     """Mean loss, in nats a token, of passes 1..n_passes over n_windows evenly spaced windows of a split.
 
@@ -141,16 +130,28 @@ def evaluate(model: GPT, tokens: np.ndarray, n_windows: int, n_passes: int, batc
 
 
 def make_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """AdamW, decaying matrices only; muon: Muon for all of them but the embedding. DEVIATION: the paper has NorMuon."""
-    hidden = [p for p in model.parameters() if p.ndim == 2 and p is not model.embedding.weight]
+    """AdamW, or with muon: Muon for the hidden matrices and AdamW for the rest.
+
+    As in the paper only hidden matrices decay: neither the embedding nor the gains do.
+    DEVIATION: the paper's optimiser is NorMuon.
+    """
+    embedding = model.embedding.weight
+    hidden = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
     gains = [p for p in model.parameters() if p.ndim < 2]
-    muon = config.optimizer == "muon"
-    groups = [{"params": [model.embedding.weight] + ([] if muon else hidden), "weight_decay": config.weight_decay},
-              {"params": gains, "weight_decay": 0.0}]
-    optimizers = [torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)]
-    if muon:  # match_rms_adamw: its updates have AdamW's size, so one learning rate serves both
-        optimizers.append(torch.optim.Muon(hidden, lr=config.learning_rate, weight_decay=config.weight_decay,
-                                           adjust_lr_fn="match_rms_adamw"))
+    rate, decay = config.learning_rate, config.weight_decay
+    groups = [{"params": [embedding, *gains], "weight_decay": 0.0}]
+    if config.optimizer == "adamw":
+        groups.append({"params": hidden, "weight_decay": decay})
+    betas = (config.beta1, config.beta2)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)
+    ]
+    if config.optimizer == "muon":
+        # match_rms_adamw: Muon's updates have AdamW's size, so one learning rate serves both
+        muon = torch.optim.Muon(
+            hidden, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
+        )
+        optimizers.append(muon)
     return optimizers
 
 

@@ -27,14 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import without_feedback
-from configurator import UserError, parse, run, setting
+from harness.checkpoint import without_feedback
+from harness.configurator import UserError, parse, run, setting
 from experiments.report import Settings as Shared
 from experiments.report import held_out, labels, save, start, table
-from model import GPT, Mode
-from sample import Tokenizer, sampler
-from tokenizer import make_tokenizer
-from train import even_starts
+from model import GPT, Mode, sampler
+from harness.tokenizer import Tokenizer, make_tokenizer
+from harness.data import even_starts
 
 BATCH = 50  # windows at a time
 RESAMPLES = 2000  # of the bootstrap
@@ -130,7 +129,7 @@ def measure(model: GPT, tokenizer: Tokenizer, tokens: np.ndarray, modes: tuple[M
         prefill = {"prefill_passes": settings.prefill_passes} if mode == "fused" else {}
         nlls[mode] = nll = likelihood(model, idx, targets, n_prompt, mode, **prefill).cpu().double().numpy()
         difference = nll - nlls["standard"]  # (N, T - n_prompt + 1): paired
-        pick = sampler(settings.temperature, generator=torch.Generator().manual_seed(seed))
+        pick = sampler(settings.temperature, seed=seed)
         steps = tqdm(model.generate(prompts, settings.max_new_tokens, mode, pick, **prefill), f"{mode}, samples",
                      settings.max_new_tokens, leave=False, disable=None)
         drawn = [token.tolist() for token, _ in steps]  # max_new_tokens lists of n_samples

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from configurator import UserError, parse, run, setting
+from harness.configurator import UserError, parse, run, setting
 from experiments.report import Settings as Shared
 from experiments.report import held_out, labels, need_feedback, save, start, table
 from model import GPT

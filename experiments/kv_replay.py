@@ -29,10 +29,9 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from tqdm import tqdm
 
-from configurator import UserError, parse, run, setting
+from harness.configurator import UserError, parse, run, setting
 from experiments import report
-from model import GPT, KVCache
-from sample import sampler
+from model import GPT, KVCache, sampler
 
 States = tuple[KVCache, Tensor]  # a cache and the states h (B, T, D) of its positions
 
@@ -101,7 +100,7 @@ def pass_from_states(model: GPT, idx: Tensor, n_prompt: int, h: Tensor) -> State
     """The control: one parallel pass over tokens (B, T) fed their recorded states h (B, T, D)."""
     cache = KVCache(model.config, idx.size(0), like=h)
     plain = torch.arange(idx.size(1), device=idx.device) < n_prompt  # (T,)
-    return cache, model.stack(model.fuse(h, model.embed(idx), plain), cache)
+    return cache, model.stack(model.next_inputs(h, model.embed(idx), plain), cache)
 
 
 def relative_l2(rebuilt: Tensor, exact: Tensor, over: tuple[int, ...]) -> Any:
@@ -142,7 +141,7 @@ def time_ratios(model: GPT, idx: Tensor, n_prompt: int, settings: Settings) -> d
 def measure(model: GPT, prompts: Tensor, n_new: int, settings: Settings) -> dict[str, Any]:
     """Rollouts from prompts (B, n_prompt) in the model's own dtype -> {"passes": {k: numbers}, "control": numbers}."""
     n_prompt = prompts.size(1)
-    pick = sampler(settings.temperature, generator=torch.Generator().manual_seed(settings.seed))
+    pick = sampler(settings.temperature, seed=settings.seed)
     idx, exact = decode(model, prompts, n_new, lambda n, h: pick(model.head(h).float()))
     fed, ratios = idx[:, :-1], time_ratios(model, idx[:1], n_prompt, settings)  # (B, T-1)
     passes = {k: compare(model, model.reconstruct(fed, n_prompt, k), exact, n_prompt) | {"time": ratios[k]}

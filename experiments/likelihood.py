@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import load_model
-from configurator import UserError, parse, run, setting
+from harness.checkpoint import load_model
+from harness.configurator import UserError, parse, run, setting
 from experiments import report
 from experiments.kv_replay import RolloutSettings, lengths, replay
-from machine import pick_device
-from model import GPT, Mode
-from sample import sampler
+from harness.machine import pick_device
+from model import GPT, Mode, sampler
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def statistics(approximate: Tensor, exact: Tensor, tolerance: float) -> dict[str
 
 def sample_rollouts(model: GPT, prompts: Tensor, n_new: int, mode: Mode, seed: int) -> tuple[Tensor, Tensor]:
     """Prompts (B, n_prompt) and N tokens drawn at temperature 1 -> both (B, T), log-probabilities (B, N) of these."""
-    steps = model.generate(prompts, n_new, mode, sampler(1.0, generator=torch.Generator().manual_seed(seed)))
+    steps = model.generate(prompts, n_new, mode, sampler(1.0, seed=seed))
     columns, recorded = zip(*steps)
     return torch.cat([prompts, torch.stack(columns, dim=1)], dim=1), torch.stack(recorded, dim=1).cpu().double()
 

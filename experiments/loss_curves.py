@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import runlog
-from configurator import UserError, parse, run, setting
+from harness.configurator import UserError, parse, run, setting
 
 
 @dataclass(frozen=True)

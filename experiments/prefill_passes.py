@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import without_feedback
-from configurator import UserError, parse, run, setting
+from harness.checkpoint import without_feedback
+from harness.configurator import UserError, parse, run, setting
 from experiments.report import Settings as Shared
 from experiments.report import held_out, labels, save, start, table
 from model import GPT

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import tasks
-from checkpoint import without_feedback
-from configurator import UserError, parse, run, setting
+from corpora import tasks
+from harness.checkpoint import without_feedback
+from harness.configurator import UserError, parse, run, setting
 from experiments.report import Settings as Shared
 from experiments.report import cached, labels, save, start, table
 from model import GPT
-from tokenizer import CharTokenizer, make_tokenizer
+from harness.tokenizer import CharTokenizer, make_tokenizer
 
 BATCH = 256  # prompts at a time
 FOLDS = 4
@@ -82,7 +82,7 @@ def prefills(model: GPT, idx: Tensor, feedback: bool) -> dict[str, tuple[Tensor,
     """
     T, found = idx.size(1), {}
     with residual_stream(model) as depths:
-        cache, plain = model.reconstruct(idx, n_prompt=T, k=1)
+        cache, plain = model.reconstruct(idx, n_plain=T, k=1)
         for name, n in (LAST if feedback else {"standard": 0}).items():
             n = T - 1 if n is None else n
             h, cache.length = plain[:, T - n - 1:T - n], T - n  # the cache is still plain up to there: n ascends

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import load_model, without_feedback
-from configurator import UserError, setting
-from machine import pick_device
+from harness.checkpoint import load_model, without_feedback
+from harness.configurator import UserError, setting
+from harness.machine import pick_device
 from model import GPT
-from prepare import load_meta, load_tokens
-from train import even_starts, windows
+from harness.data import load_meta, load_tokens
+from harness.data import even_starts, windows
 
 
 @dataclass(frozen=True)

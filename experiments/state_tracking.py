@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import without_feedback
-from configurator import UserError, parse, run, setting
-from cups import LOOKS, SYMBOLS, game
+from harness.checkpoint import without_feedback
+from harness.configurator import UserError, parse, run, setting
+from corpora.cups import LOOKS, SYMBOLS, game
 from experiments.report import Settings as Shared
 from experiments.report import labels, save, start, table
 from model import GPT, Mode
-from prepare import load_meta, load_tokens
-from tokenizer import CharTokenizer
+from harness.data import load_meta, load_tokens
+from harness.tokenizer import CharTokenizer
 
 BATCH = 250  # games at a time
 REACHED = 0.9  # the accuracy that counts as following the ball

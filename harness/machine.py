@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from configurator import UserError
+from harness.configurator import UserError
 
 
 def pick_device(name: str) -> torch.device:

@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from checkpoint import FREE_ON_RESUME
-from configurator import UserError, run
-from experiments.spec import Spec, measure
-from machine import stop_on_signals
-from prepare import load_meta
-from runlog import read_log, writing_to
+from harness.checkpoint import FREE_ON_RESUME
+from harness.configurator import UserError, run
+from experiments.ablations.spec import Spec, measure
+from harness.machine import stop_on_signals
+from harness.data import load_meta
+from harness.runlog import read_log, writing_to
 from train import train
 
 

@@ -24,17 +24,17 @@ from typing import Literal
 
 import numpy as np
 
-from configurator import UserError, parse, run, setting, suggestion
+from harness.configurator import UserError, parse, run, setting, suggestion
 from experiments.report import Settings as Shared
 from experiments.report import save, start, table
-from experiments.runs import do_all, place
-from experiments.spec import Spec
-from experiments.sweeps import PRESETS, SWEEPS, Sweep, equivalents, first_tokens
-from machine import pick_device
+from experiments.ablations.runs import do_all, place
+from experiments.ablations.spec import Spec
+from experiments.ablations.sweeps import PRESETS, SWEEPS, Sweep, equivalents, first_tokens
+from harness.machine import pick_device
 from model import GPTConfig
 from train import TrainConfig
 
-CONFIG = Path(__file__).parent.parent / "config"
+CONFIG = Path(__file__).parents[2] / "config"
 N_PASSES = 100
 METRICS = {"pass 1": 0, "pass 2": 1, "32 passes": 32}  # name: feedback passes
 EXTRA = {"mixin": ("standard", "soft", "fused"), "fusion": ("share", "untrained_share", "mean_state")}  # more columns

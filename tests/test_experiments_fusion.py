@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-import bench
-from checkpoint import load_checkpoint, load_model
-from configurator import UserError
+from experiments import bench
+from harness.checkpoint import load_checkpoint, load_model
+from harness.configurator import UserError
 from experiments import fixed_point, fusion_spectrum
 from model import GPT, GPTConfig
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from configurator import UserError, key
+from harness.configurator import UserError, key
 from model import GPT, GPTConfig
 
 FORMAT = "nanofbt-1"

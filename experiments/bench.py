@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpoint import load_model
-from configurator import UserError, parse, run, setting
-from machine import compiled, pick_device
-from model import EPS, GPT, Feedback, GPTConfig, KVCache, Mode, greedy, objective
+from harness.checkpoint import load_model
+from harness.configurator import UserError, parse, run, setting
+from harness.machine import compiled, pick_device
+from model import GPT, Feedback, GPTConfig, KVCache, Mode, greedy, objective
 from train import TrainConfig, make_optimizers
 
 SQUARE = 1024  # side of the matrices that measure the machine's rate
@@ -165,9 +165,9 @@ def norms(model: GPT, settings: Settings, device: torch.device) -> Iterator[tupl
     """Forms of RMSNorm, forward and backward, against LayerNorm."""
     shape, width = (settings.batch_size, model.config.block_size, model.config.n_embd), (model.config.n_embd,)
     x, gain = (torch.randn(size, device=device, requires_grad=True) for size in (shape, width))
-    forms = {"layer_norm": lambda: F.layer_norm(x, width, gain, None, EPS),
-             "rms_norm": lambda: F.rms_norm(x, width, gain, EPS),
-             "rsqrt_norm": lambda: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * gain}
+    forms = {"layer_norm": lambda: F.layer_norm(x, width, gain, None, model.config.eps),
+             "rms_norm": lambda: F.rms_norm(x, width, gain, model.config.eps),
+             "rsqrt_norm": lambda: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + model.config.eps) * gain}
     seconds = turns({name: partial(lambda form: torch.autograd.grad(form(), (x, gain), x.detach()), form)
                      for name, form in forms.items()}, settings.rounds, device)
     yield "rms_norm", ratio(seconds, "rms_norm", "layer_norm"), "F.rms_norm over F.layer_norm, forward and backward"

@@ -22,17 +22,17 @@ import pytest
 
 import corpora
 import prepare
-import tokenizer
-from configurator import UserError
-from prepare import load_meta, load_tokens
-from tokenizer import CharTokenizer, GPT2Tokenizer, make_tokenizer
+from harness import tokenizer
+from harness.configurator import UserError
+from harness.data import load_meta, load_tokens
+from harness.tokenizer import CharTokenizer, GPT2Tokenizer, make_tokenizer
 
 try:
     from pydoc_data.topics import topics as manual
 except ImportError:  # some systems leave it out
     manual = {}
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 POEM = "The quick brown fox\njumps over the lazy dog; 0123456789!\n" * 4  # 228 characters
 
 

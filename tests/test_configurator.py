@@ -9,9 +9,9 @@ from typing import Literal
 
 import pytest
 
-from configurator import UserError, build, parse, setting
+from harness.configurator import UserError, build, parse, setting
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def test_build_names_the_field():
 SCRIPT = """
 import sys
 from dataclasses import dataclass
-from configurator import UserError, parse, run, setting
+from harness.configurator import UserError, parse, run, setting
 
 @dataclass(frozen=True)
 class Settings:

@@ -12,11 +12,11 @@ import torch
 from matplotlib.figure import Figure
 
 import prepare
-import tasks
-from configurator import UserError, build
+from corpora import tasks
+from harness.configurator import UserError, build
 from experiments import probe
 from model import GPT, GPTConfig
-from tokenizer import CharTokenizer
+from harness.tokenizer import CharTokenizer
 from train import TrainConfig, train
 
 B, T, L = 5, 12, 3

@@ -15,17 +15,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from configurator import UserError, build
+from harness.configurator import UserError, build
 from conftest import QUICK, SHAPE
-from experiments import ablations, runs
-from experiments import spec as specs
-from experiments.spec import Spec
-from experiments.sweeps import SWEEPS, equivalents, first_tokens
+from experiments.ablations import __main__ as ablations
+from experiments.ablations import runs
+from experiments.ablations import spec as specs
+from experiments.ablations.spec import Spec
+from experiments.ablations.sweeps import SWEEPS, equivalents, first_tokens
 from model import GPT, GPTConfig
-from prepare import load_meta, load_tokens
+from harness.data import load_meta, load_tokens
 from train import TrainConfig, evaluate
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 SMALL = ["--preset=quick", "--max_iters=3", "--n_windows=4", "--device=cpu"]
 
 

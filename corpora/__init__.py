@@ -9,10 +9,9 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import cups
-import tasks
-from configurator import UserError
-from tokenizer import DOWNLOAD_SECONDS, within
+from corpora import cups, tasks
+from harness.configurator import UserError
+from harness.tokenizer import DOWNLOAD_SECONDS, within
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_BYTES = 1_115_394

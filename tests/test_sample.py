@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import sample as sample_file
-from configurator import UserError
+from harness.configurator import UserError
 from model import GPT, GPTConfig
-from sample import departure, main, sampler
-from tokenizer import CharTokenizer
+from model import sampler
+from sample import departure, main
+from harness.tokenizer import CharTokenizer
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 SYMBOLS = "\n abcdefghijk"
 BLOCK, V = 8, len(SYMBOLS)
 SHAPE = {"vocab_size": V, "block_size": BLOCK, "n_layer": 2, "n_head": 2, "n_embd": 16}
@@ -80,7 +81,7 @@ def encode(text) -> list[int]:
 
 
 def prompt_of(length) -> str:
-    return "".join(SYMBOLS[i] for i in torch.randint(1, V, (length,), generator=torch.Generator().manual_seed(length)))
+    return "".join(SYMBOLS[i] for i in torch.randint(1, V, (length,), seed=length))
 
 
 # The naive decoder

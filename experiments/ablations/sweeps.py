@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import UserError
-from prepare import load_meta, load_tokens, save
+from harness.configurator import UserError
+from harness.data import load_meta, load_tokens, save_dataset
 
 PRESETS = {"quick": ("ablation_quick.toml", 40_000), "laptop": ("ablation_laptop.toml", 200_000),
            "gpu": ("shakespeare_gpu.toml", 500_000)}  # the arms' common settings, and the tokens of data's "100%"
@@ -79,7 +79,7 @@ def first_tokens(data_dir: str, dataset: str, n_tokens: int, folder: Path) -> st
              "val.bin": load_tokens(source, "val", meta).tobytes()}
     meta |= {"train_tokens": n_tokens, "sha256": hashlib.sha256(f"{meta['sha256']} {n_tokens}".encode()).hexdigest()}
     try:
-        save(folder / name, files | {"meta.json": json.dumps(meta).encode()})
+        save_dataset(folder / name, files | {"meta.json": json.dumps(meta).encode()})
     except OSError as error:
         raise UserError(f"cannot write {folder / name}: {error.strerror}") from None
     return name

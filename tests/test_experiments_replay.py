@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint import load_checkpoint, load_model, save_checkpoint
-from configurator import UserError, build
+from harness.checkpoint import load_checkpoint, load_model, save_checkpoint
+from harness.configurator import UserError, build
 from experiments import kv_replay, likelihood
 from model import GPT
 

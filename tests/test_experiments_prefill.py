@@ -18,13 +18,13 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from checkpoint import load_model
-from configurator import UserError
+from harness.checkpoint import load_model
+from harness.configurator import UserError
 from experiments import decoding_modes, loss_curves, prefill_passes, report
 from model import GPT
-from tokenizer import CharTokenizer
+from harness.tokenizer import CharTokenizer
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 T, N = 16, 20  # the fixtures' block_size; windows in these tests, more than a batch of prefill_passes
 MODES = ("standard", "soft", "fused")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from configurator import UserError
+from harness.configurator import UserError
 
 
 @contextlib.contextmanager

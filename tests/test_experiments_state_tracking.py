@@ -10,9 +10,9 @@ import torch
 from matplotlib.figure import Figure
 
 import prepare
-from checkpoint import load_checkpoint, load_model, save_checkpoint
-from configurator import UserError
-from cups import text
+from harness.checkpoint import load_checkpoint, load_model, save_checkpoint
+from harness.configurator import UserError
+from corpora.cups import text
 from experiments import state_tracking
 from experiments.state_tracking import Settings, decoded, draw, longest_gap, make_games, read, scores, wilson
 

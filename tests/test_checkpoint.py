@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import initial_weights, load_checkpoint, load_model, save_checkpoint
-from configurator import UserError
+from harness.checkpoint import initial_weights, load_checkpoint, load_model, save_checkpoint
+from harness.configurator import UserError
 from model import GPT, GPTConfig
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 SHAPE = {"vocab_size": 3, "block_size": 4, "n_layer": 1, "n_head": 1, "n_embd": 8}
 SPEC = {"kind": "char", "symbols": "\nab"}
 
@@ -110,7 +110,7 @@ def test_kill_9_while_saving_keeps_the_last_checkpoint(tmp_path):
     program = """
 import os, signal, sys, torch
 from pathlib import Path
-from checkpoint import save_checkpoint
+from harness.checkpoint import save_checkpoint
 folder = Path(sys.argv[1])
 save_checkpoint(folder, {"step": 1})
 def killed(checkpoint, file):

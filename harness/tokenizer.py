@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from configurator import UserError
+from harness.configurator import UserError
 
 DOWNLOAD_SECONDS = 90  # for a whole download, whatever the server does
 
@@ -69,7 +69,10 @@ class GPT2Tokenizer:
         return self.decode_bytes(ids).decode(errors="replace")
 
 
-def make_tokenizer(spec: dict[str, str]) -> CharTokenizer | GPT2Tokenizer:
+Tokenizer = CharTokenizer | GPT2Tokenizer
+
+
+def make_tokenizer(spec: dict[str, str]) -> Tokenizer:
     """The tokenizer with this `spec`, {"kind": "char", "symbols": ...} or {"kind": "gpt2"}; UserError for others."""
     match spec:
         case {"kind": "gpt2"}:

@@ -7,7 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: small
 
 import pytest
 
-from configurator import build
+from harness.configurator import build
 from model import GPTConfig
 from train import TrainConfig, train
 
@@ -56,7 +56,7 @@ def plain_run(make_run) -> str:
 @pytest.fixture
 def small_preset(monkeypatch, tmp_path):
     """Makes each preset of the ablations a model of a few hundred weights, and the sweep `data` one of 1,000 tokens."""
-    from experiments.sweeps import PRESETS
+    from experiments.ablations.sweeps import PRESETS
 
     file = tmp_path / "small.toml"
     file.write_text('block_size = 16\nn_layer = 1\nn_head = 2\nn_embd = 16\nmax_iters = 2\nbatch_size = 2\n'

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import pytest
 
-import tasks
+from corpora import tasks
 
 DISTRACTORS, REGISTERS, WRITES = (0, 8, 32, 128), ((1, 16), (2, 8), (4, 4), (8, 2)), ((8, 2), (8, 4), (8, 8))
 REGISTER_SETS = sorted({*REGISTERS, *WRITES})

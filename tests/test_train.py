@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 
 import train as trainer
-from checkpoint import load_checkpoint, load_model
-from configurator import UserError, build
+from harness.checkpoint import load_checkpoint, load_model
+from harness.configurator import UserError, build
 from conftest import QUICK, SHAPE
 from model import GPT, GPTConfig
-from prepare import load_meta, load_tokens
+from harness.data import load_meta, load_tokens
 from train import Run, TrainConfig, learning_rate, make_optimizers, pass_count, train
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -433,7 +433,7 @@ def test_config_files_set_everything_and_name_the_run(corpus, tmp_path):
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "config").glob("*.toml")), ids=lambda path: path.stem)
 def test_every_recipe_is_valid(recipe):
-    from configurator import parse
+    from harness.configurator import parse
     config, shape, _ = parse([str(recipe)], TrainConfig, GPTConfig)
     assert asdict(config) != asdict(TrainConfig()) and recipe.read_text().startswith("#")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 SMALL = {
     "train": "--n_layer=1 --n_embd=16 --n_head=2 --block_size=16 --max_iters=4 --batch_size=2 --eval_interval=2 "
              "--eval_iters=1 --log_interval=1 --warmup_iters=1 --device=cpu",

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from checkpoint import load_model
-from configurator import build
+from harness.checkpoint import load_model
+from harness.configurator import build
 from experiments.decoding_modes import likelihood
 from experiments.prefill_passes import measure as measure_passes
 from experiments.report import commit, held_out
-from machine import pick_device
+from harness.machine import pick_device
 from model import GPT, GPTConfig
-from prepare import load_meta, load_tokens
+from harness.data import load_meta, load_tokens
 from train import INIT, TrainConfig, seed_torch
 
 
@@ -47,7 +47,7 @@ def state_share(model: GPT, idx: torch.Tensor, targets: torch.Tensor) -> dict[st
     e = model.embed(idx)
     h = model.stack(e)
     level = h.mean(dim=(0, 1)).expand_as(h)
-    u, tokens = model.fuse(h, e)[:, 1:].flatten(0, 1), idx[:, 1:].flatten()  # without the first, which is plain
+    u, tokens = model.next_inputs(h, e)[:, 1:].flatten(0, 1), idx[:, 1:].flatten()  # without the first, which is plain
     groups = F.one_hot(tokens).to(u)  # (N (T - 1), V)
     means = (groups.T @ u) / groups.sum(0)[:, None].clamp(min=1)  # (V, D)
     share = (u - means[tokens]).square().sum() / (u - u.mean(0)).square().sum()

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from cups import LOOKS, MOVES, SYMBOLS, game, text
+from corpora.cups import LOOKS, MOVES, SYMBOLS, game, text
 
 
 class Table:
