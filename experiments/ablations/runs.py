@@ -7,6 +7,7 @@ beside others, and at the end measured.json; its checkpoint is then deleted, for
     python -m experiments.runs FOLDER        does the one run that FOLDER/spec.json describes
 """
 
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -14,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,18 +30,31 @@ from harness.runlog import read_log, writing_to
 from train import train
 
 
+def set_apart(spec: Spec) -> dict:
+    """What decides the numbers of a run: its settings that differ from the defaults, and its measurement.
+
+    Defaults are left out, so that a new setting does not make all finished runs new ones.
+    """
+    settings = {}
+    for config in (spec.train, spec.model):
+        for part in dataclasses.fields(config):
+            value = getattr(config, part.name)
+            if value != part.default and part.name not in FREE_ON_RESUME - {"max_iters"}:
+                settings[part.name] = value
+    return settings | {"n_windows": spec.n_windows, "n_passes": spec.n_passes, "patience": spec.patience}
+
+
 def place(spec: Spec, base: Spec, folder: Path) -> Spec:
     """The spec with an out_dir of its own under `folder`, named by what it trains otherwise than `base`, and a hash."""
     def word(value) -> str:
         return "-".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value).lower()
 
-    def choices(a_spec: Spec) -> dict:
-        return asdict(a_spec.train) | asdict(a_spec.model)
-
+    ours, theirs = set_apart(spec), set_apart(base)
     sha = load_meta(Path(spec.train.data_dir) / spec.train.dataset)["sha256"]
-    digest = hashlib.sha256((sha + replace(spec, train=replace(spec.train, data_dir="")).text()).encode()).hexdigest()
-    name = ",".join(f"{key}={word(value)}" for key, value in choices(spec).items()
-                    if value != choices(base)[key] and key not in FREE_ON_RESUME - {"max_iters"})
+    digest = hashlib.sha256((sha + json.dumps(ours, sort_keys=True)).encode()).hexdigest()
+    everything = dataclasses.asdict(spec.train) | dataclasses.asdict(spec.model)
+    names = sorted(name for name in ours | theirs if name in everything and ours.get(name) != theirs.get(name))
+    name = ",".join(f"{key}={word(everything[key])}" for key in names)
     return replace(spec, train=replace(spec.train, out_dir=str(folder / f"{name or 'base'}-{digest[:8]}")))
 
 
