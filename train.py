@@ -45,7 +45,7 @@ class TrainConfig:
     seed: int = setting(1, "of weights, batches, pass counts and jitter")
     pass_mix: tuple[float, ...] = setting((0.0, 0.0, 1.0), "shares of the steps with 1, 2, 3, ... passes; sums to 1")
     interleave: bool = setting(False, "draw 1, 2, 3, ... at every step instead of all single-pass steps first")
-    lambda_: float = setting(1.0, "weight of the later passes' mean loss, Eq. (10)")
+    lam: float = setting(1.0, "weight of the later passes' mean loss, Eq. (10)")
     jitter: float = setting(0.02, "sigma of the uniform noise on the states fed back, Eq. (11)")
     detach: bool = setting(False, "cut the gradient between passes")
     prefix_mixin: float = setting(0.0, "share of the multi-pass steps with random plain prefixes, 0 to 1")
@@ -73,7 +73,7 @@ class TrainConfig:
         for low, high, names in (
             (1, math.inf, "batch_size grad_accum eval_passes"),
             (0, math.inf, "seed max_iters warmup_iters eval_interval eval_iters log_interval"),
-            (0, math.inf, "lambda_ jitter learning_rate weight_decay grad_clip"),
+            (0, math.inf, "lam jitter learning_rate weight_decay grad_clip"),
             (0, 1, "cooldown prefix_mixin"),
             (0, math.nextafter(1, 0), "beta1 beta2"),
         ):
@@ -204,7 +204,7 @@ class Run:
             with contextlib.nullcontext() if last or self.processes.size == 1 else self.wrapped.no_sync():
                 with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
                     micro_losses = self.wrapped(idx, targets, k, feedback)  # (k,)
-                self.scaler.scale(objective(micro_losses, config.lambda_) / config.grad_accum).backward()
+                self.scaler.scale(objective(micro_losses, config.lam) / config.grad_accum).backward()
             losses += micro_losses.detach() / config.grad_accum
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
@@ -245,7 +245,7 @@ class Run:
         if not all(map(math.isfinite, values)):
             kept = "the last checkpoint is kept" if (self.folder / "ckpt.pt").exists() else "nothing was saved yet"
             raise UserError(f"after step {self.counters['step']}: {what}: no number; {kept}. Try a smaller "
-                            f"--learning_rate or --lambda (now {self.config.learning_rate}, {self.config.lambda_})"
+                            f"--learning_rate or --lambda (now {self.config.learning_rate}, {self.config.lam})"
                             + ("" if 0 < self.config.grad_clip <= 1 else ", or --grad_clip=1"))
 
     def save(self) -> None:

@@ -14,6 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+FLAG_NAMES = {"lam": "lambda"}  # Python does not allow `lambda` as a name
 TRUTH = {"true": True, "false": False, "1": True, "0": False}
 
 
@@ -27,8 +28,8 @@ def setting(default: Any, help: str, flag: bool = True) -> Any:
 
 
 def key(field_name: str) -> str:
-    """The setting's name for its user: `lambda_` is `lambda`, which Python itself does not allow as a name."""
-    return field_name.rstrip("_")
+    """The setting's name for its user."""
+    return FLAG_NAMES.get(field_name, field_name)
 
 
 def suggestion(word: str, known) -> str:

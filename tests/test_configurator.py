@@ -34,7 +34,7 @@ class Run:
     compile: bool = setting(False, "compile it")
     resume: bool = setting(True, "go on")
     out_dir: str = setting("out", "folder")
-    lambda_: float = setting(1.0, "a reserved word")
+    lam: float = setting(1.0, "a reserved word")
     pass_mix: tuple[float, ...] = setting((1.0,), "shares")
     sizes: tuple[int, ...] = setting((1, 2), "whole numbers")
     note: str | None = setting(None, "may be absent")
@@ -65,7 +65,7 @@ def toml(tmp_path):
 def test_defaults_frozen_and_off_the_command_line():
     shape, run = settings()
     assert (shape.vocab_size, shape.n_head, shape.dropout, shape.fusion) == (7, 4, 0.25, "gated")
-    assert (run.learning_rate, run.compile, run.resume, run.lambda_, run.pass_mix, run.note) == (
+    assert (run.learning_rate, run.compile, run.resume, run.lam, run.pass_mix, run.note) == (
         0.5, False, True, 1.0, (1.0,), None)
     with pytest.raises(FrozenInstanceError):
         run.max_iters = 3
@@ -89,7 +89,7 @@ def test_defaults_frozen_and_off_the_command_line():
     ("--out_dir=", "out_dir", ""),
     ("--out_dir=1e3", "out_dir", "1e3"),
     ("--out_dir=a=b", "out_dir", "a=b"),
-    ("--lambda=0.5", "lambda_", 0.5),
+    ("--lambda=0.5", "lam", 0.5),
     ("--pass_mix=0.75,0.22,0.03", "pass_mix", (0.75, 0.22, 0.03)),
     ("--pass_mix=[0, 0, 1]", "pass_mix", (0.0, 0.0, 1.0)),
     ("--pass_mix=(1,)", "pass_mix", (1.0,)),
@@ -113,7 +113,7 @@ def test_literal_and_zero_dropout():
     ("--learning_rte=1e-3", ["'--learning_rte=1e-3'", "did you mean learning_rate?"]),
     ("--learning-rate=1", ["'--learning-rate=1'", "did you mean learning_rate?"]),
     ("--learning=1", ["unknown argument '--learning=1'"]),  # no abbreviations: they change when a setting is added
-    ("--lambda_=1", ["unknown argument '--lambda_=1'", "did you mean lambda?"]),
+    ("--lam=1", ["unknown argument '--lam=1'", "did you mean lambda?"]),
     ("-x", ["unknown argument '-x'"]),
     ("--max_iters=1.5", ["--max_iters", "whole number", "'1.5'"]),
     ("--max_iters=many", ["--max_iters", "whole number", "'many'"]),
@@ -171,14 +171,14 @@ def test_toml_values(toml):
         sizes = [4, 5]
     """))
     assert shape == Shape(n_head=2, dropout=0.0, fusion="add") and type(shape.dropout) is float
-    assert run == Run(learning_rate=3.0, max_iters=1000, compile=True, out_dir="elsewhere", lambda_=2.0,
+    assert run == Run(learning_rate=3.0, max_iters=1000, compile=True, out_dir="elsewhere", lam=2.0,
                       pass_mix=(0.75, 0.22, 0.03), sizes=(4, 5))
     assert type(run.max_iters) is int and type(run.learning_rate) is float and type(run.pass_mix) is tuple
 
 
 @pytest.mark.parametrize("line, parts", [
     ("learning_rte = 1", ["unknown key 'learning_rte'", "did you mean learning_rate?"]),
-    ("lambda_ = 1", ["unknown key 'lambda_'", "did you mean lambda?"]),
+    ("lam = 1", ["unknown key 'lam'", "did you mean lambda?"]),
     ("vocab_size = 9", ["unknown key 'vocab_size'"]),
     ("[train]\nmax_iters = 3", ["unknown key 'train'"]),
     ("max_iters = 1.5", ["max_iters", "whole number", "1.5"]),
@@ -266,7 +266,7 @@ from harness.configurator import UserError, parse, run, setting
 @dataclass(frozen=True)
 class Settings:
     steps: int = setting(5, "how many, 100% of them")
-    lambda_: float = setting(1.0, "weight")
+    lam: float = setting(1.0, "weight")
     name: str | None = setting(None, "no default to tell")
     fail: str = setting("", "how to end")
 
@@ -303,7 +303,7 @@ def test_help(script):
     for part in ("What it does:\n\n    an example", "--steps VALUE", "how many, 100% of them (default: 5)",
                  "--lambda VALUE", "config"):
         assert part in done.stdout
-    assert "lambda_" not in done.stdout and "None" not in done.stdout
+    assert "lam" not in done.stdout and "None" not in done.stdout
 
 
 def test_exit_codes(script):

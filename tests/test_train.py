@@ -103,7 +103,7 @@ def test_prefix_mixin_is_a_share_of_the_steps():
 @pytest.mark.parametrize("field, value", [
     ("pass_mix", (0.5, 0.4)), ("pass_mix", ()), ("pass_mix", (1.5, -0.5)), ("pass_mix", (math.nan,)),
     ("batch_size", -1), ("batch_size", 0), ("max_iters", -5), ("learning_rate", math.nan), ("learning_rate", math.inf),
-    ("jitter", -0.1), ("prefix_mixin", 1.5), ("cooldown", 2.0), ("lambda_", -1.0), ("seed", -1), ("eval_passes", 0),
+    ("jitter", -0.1), ("prefix_mixin", 1.5), ("cooldown", 2.0), ("lam", -1.0), ("seed", -1), ("eval_passes", 0),
     ("beta1", 1.0), ("beta2", 1.0)])
 def test_impossible_settings_are_named(field, value):
     with pytest.raises(ValueError, match=field.rstrip("_")):
@@ -126,9 +126,9 @@ def test_decay_is_on_matrices_only_and_muon_takes_the_hidden_ones():
 # One step and evaluation, against independent computations
 
 def test_first_step_equals_one_computed_by_hand(start, corpus, tmp_path):
-    start(max_iters=1, pass_mix=(0, 0, 1), jitter=0.0, lambda_=0.5, warmup_iters=0, grad_clip=0.1, cooldown=0.0)
+    start(max_iters=1, pass_mix=(0, 0, 1), jitter=0.0, lam=0.5, warmup_iters=0, grad_clip=0.1, cooldown=0.0)
     after, _ = load_model(tmp_path / "run")
-    start(max_iters=0, overwrite=True, pass_mix=(0, 0, 1), jitter=0.0, lambda_=0.5, warmup_iters=0, cooldown=0.0)
+    start(max_iters=0, overwrite=True, pass_mix=(0, 0, 1), jitter=0.0, lam=0.5, warmup_iters=0, cooldown=0.0)
     model, checkpoint = load_model(tmp_path / "run")
     tokens = load_tokens(Path(corpus) / "tiny", "train", load_meta(Path(corpus) / "tiny"))
     starts = np.random.default_rng((1, trainer.BATCH, 0, 0)).integers(len(tokens) - 16, size=4)
@@ -150,7 +150,7 @@ def test_first_step_equals_one_computed_by_hand(start, corpus, tmp_path):
 
 
 def log_of_first_run(start, tmp_path):
-    start(max_iters=1, overwrite=True, pass_mix=(0, 0, 1), jitter=0.0, lambda_=0.5, warmup_iters=0, cooldown=0.0)
+    start(max_iters=1, overwrite=True, pass_mix=(0, 0, 1), jitter=0.0, lam=0.5, warmup_iters=0, cooldown=0.0)
     return log(tmp_path / "run")
 
 
@@ -320,7 +320,7 @@ def test_resume_wants_the_same_run(start, tmp_path):
     with pytest.raises(UserError, match="no checkpoint"):
         start(resume=True)
     start(max_iters=2)
-    for setting, value in (("learning_rate", 0.5), ("n_layer", 1), ("pass_mix", (1.0,)), ("lambda_", 0.5)):
+    for setting, value in (("learning_rate", 0.5), ("n_layer", 1), ("pass_mix", (1.0,)), ("lam", 0.5)):
         with pytest.raises(UserError, match=f"--resume: {setting.rstrip('_')} is"):
             start(max_iters=4, resume=True, **{setting: value})
     assert start(max_iters=4, resume=True, eval_interval=1)["step"] == 4  # longer, and looked at more often
@@ -428,7 +428,7 @@ def test_config_files_set_everything_and_name_the_run(corpus, tmp_path):
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     config = load_checkpoint(tmp_path / "out" / "small")["train_config"]
-    assert config["lambda_"] == 0.5 and config["pass_mix"] == [0.5, 0.5] and config["max_iters"] == 2
+    assert config["lam"] == 0.5 and config["pass_mix"] == [0.5, 0.5] and config["max_iters"] == 2
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "config").glob("*.toml")), ids=lambda path: path.stem)

@@ -4,7 +4,7 @@ A run is described by a Spec; its folder's name holds what sets it apart and a h
 that a change of either is another run. The folder gets the log of the training, spec.json and output.txt when it ran
 beside others, and at the end measured.json; its checkpoint is then deleted, for hundreds of them fill a disk.
 
-    python -m experiments.runs FOLDER        does the one run that FOLDER/spec.json describes
+    python -m experiments.ablations.runs FOLDER        does the one run that FOLDER/spec.json describes
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ def do(spec: Spec) -> dict | None:
 
 def start_beside(spec: Spec, threads: str) -> subprocess.Popen:
     """A process that does one run, in a session of its own, so that Ctrl-C comes to it from `do_all` alone."""
-    folder, command = Path(spec.train.out_dir), [sys.executable, "-m", "experiments.runs", spec.train.out_dir]
+    folder, command = Path(spec.train.out_dir), [sys.executable, "-m", "experiments.ablations.runs", spec.train.out_dir]
     with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "spec.json").write_text(spec.text())
