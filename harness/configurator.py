@@ -32,6 +32,12 @@ def key(field_name: str) -> str:
     return FLAG_NAMES.get(field_name, field_name)
 
 
+def require(settings: Any, name: str, holds: bool, rule: str) -> None:
+    """For a `__post_init__`: ValueError that names the flag and its value, unless it `holds`."""
+    if not holds:
+        raise ValueError(f"--{key(name)}={getattr(settings, name)} must be {rule}")
+
+
 def suggestion(word: str, known) -> str:
     """' (did you mean X?)' for the nearest known word, or ''."""
     near = difflib.get_close_matches(word, known, n=1)
