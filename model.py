@@ -587,7 +587,7 @@ def sampler(
     draw from PyTorch's global one. ValueError for a negative setting.
     """
     if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature={temperature} must be positive, or 0 for the likeliest token")
+        raise ValueError(f"temperature={temperature} must be positive, or 0 for the likeliest")
     if top_k < 0:
         raise ValueError(f"top_k={top_k} must be positive, or 0 for all symbols")
     if temperature == 0:

@@ -1,7 +1,8 @@
-"""The method against independent expectations: hand numbers, and a naive decoder written here from its description.
+"""The method against independent expectations: hand numbers, and a naive decoder written here.
 
-Nothing below calls the function under test to make its own expectation. The naive decoder knows the model's weights
-but shares no code with it: loops over heads, rotary positions as complex numbers, no cache, everything recomputed.
+Nothing below calls the function under test to make its own expectation. The naive decoder knows the
+model's weights but shares no code with it: it loops over heads, takes rotary positions as complex
+numbers, has no cache, and recomputes everything.
 """
 
 import ast
@@ -15,7 +16,17 @@ import pytest
 import torch
 
 import model as model_file
-from model import GPT, Feedback, Fusion, FusionKind, GPTConfig, KVCache, objective, prefix_mask, sampler
+from model import (
+    GPT,
+    Feedback,
+    Fusion,
+    FusionKind,
+    GPTConfig,
+    KVCache,
+    objective,
+    prefix_mask,
+    sampler,
+)
 
 SHAPE = dict(vocab_size=13, block_size=8, n_layer=2, n_head=4, n_embd=16, n_kv_head=2, n_hidden=24)
 B, T, D, V, L, BLOCK = 3, 8, 16, 13, 2, 8
@@ -40,7 +51,7 @@ def make(seed=0, double=True, **changes) -> GPT:
         if model.fusion is not None:
             for weight in model.fusion.parameters():
                 if not weight.any():  # a kind that starts at the plain model
-                    weight.normal_(std=D ** -0.5)
+                    weight.normal_(std=D**-0.5)
     return model.double() if double else model
 
 
@@ -75,39 +86,68 @@ def close(actual, expected, atol=2e-5):
 
 
 def naive_norm(x, norm):
-    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
+    """Root mean square norm, with its gain; nothing at all for a model without an input norm."""
+    if isinstance(norm, torch.nn.Identity):
+        return x
+    mean_square = x.square().mean(-1, keepdim=True)
+    return x / (mean_square + norm.eps).sqrt() * norm.weight
 
 
 def naive_turn(x, base):
-    """x (B, T, D_h): channel j of both halves is one complex number, which position t turns by t * base^(-2j/D_h)."""
+    """Rotary positions of x (B, T, D_h).
+
+    Channel j of both halves is one complex number, which position t turns by t * base^(-2j/D_h).
+    """
     half = x.size(-1) // 2
-    t, j = torch.arange(x.size(1), dtype=torch.float64), torch.arange(half, dtype=torch.float64)
-    turned = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.exp(
-        1j * t[:, None] * base ** (-2 * j / (2 * half)))
+    t = torch.arange(x.size(1), dtype=torch.float64)[:, None]
+    j = torch.arange(half, dtype=torch.float64)
+    z = torch.complex(x[..., :half].double(), x[..., half:].double())
+    turned = z * torch.exp(1j * t * base ** (-2 * j / (2 * half)))
     return torch.cat([turned.real, turned.imag], dim=-1).to(x.dtype)
+
+
+def naive_visible(config, layer, T):
+    """Which positions (column) each position (row) sees in a layer."""
+    sees = torch.zeros(T, T, dtype=torch.bool)
+    full = config.window == 0
+    if config.window_every and (layer + 1) % config.window_every == 0:
+        full = True
+    for query in range(T):
+        for key in range(query + 1):
+            sees[query, key] = full or query - key < config.window
+    return sees
 
 
 def naive_stack(model, u):
     """h (B, T, D) of inputs u, with the keys and values of every layer (L, B, H_kv, T, D_h)."""
-    c, all_k, all_v = model.config, [], []
-    width, n_kv = c.n_embd // c.n_head, c.n_kv_head or c.n_head
+    c = model.config
+    width = c.head_dim if c.head_dim else c.n_embd // c.n_head
+    n_kv = c.n_kv_head if c.n_kv_head else c.n_head
     a = 1 / math.sqrt(2 * c.n_layer) if c.depth_scale else 1.0
-    future = torch.ones(u.size(1), u.size(1)).triu(1).bool()
+    all_k = []
+    all_v = []
     x = naive_norm(u, model.input_norm)
-    for block in model.blocks:
-        attn, normed = block.attn, naive_norm(x, block.attn_norm)
-        q, k, v = ((normed @ matrix.weight.T).split(width, dim=-1) for matrix in (attn.q, attn.k, attn.v))
+    for layer, block in enumerate(model.blocks):
+        attn = block.attn
+        normed = naive_norm(x, block.attn_norm)
+        q = (normed @ attn.q.weight.T).split(width, dim=-1)
+        k = (normed @ attn.k.weight.T).split(width, dim=-1)
+        v = (normed @ attn.v.weight.T).split(width, dim=-1)
         if c.qk_norm:
-            q, k = [naive_norm(i, attn.q_norm) for i in q], [naive_norm(i, attn.k_norm) for i in k]
-        q, k = [naive_turn(i, c.rope_base) for i in q], [naive_turn(i, c.rope_base) for i in k]
+            q = [naive_norm(head, attn.q_norm) for head in q]
+            k = [naive_norm(head, attn.k_norm) for head in k]
+        q = [naive_turn(head, c.rope_base) for head in q]
+        k = [naive_turn(head, c.rope_base) for head in k]
+        hidden = ~naive_visible(c, layer, u.size(1))
         read = []
         for head in range(c.n_head):
-            shared = head // (c.n_head // n_kv)  # neighbouring query heads share one head of keys and values
-            scores = (q[head] @ k[shared].transpose(1, 2) / math.sqrt(width)).masked_fill(future, -math.inf)
-            read.append(scores.softmax(-1) @ v[shared])
+            shared = head // (c.n_head // n_kv)  # neighbouring query heads share keys and values
+            scores = q[head] @ k[shared].transpose(1, 2) / math.sqrt(width)
+            read.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ v[shared])
         x = x + a * torch.cat(read, dim=-1) @ attn.out.weight.T
         normed = naive_norm(x, block.mlp_norm)
-        gate, up = normed @ block.mlp.gate.weight.T, normed @ block.mlp.up.weight.T
+        gate = normed @ block.mlp.gate.weight.T
+        up = normed @ block.mlp.up.weight.T
         x = x + a * (gate / (1 + torch.exp(-gate)) * up) @ block.mlp.down.weight.T
         all_k.append(torch.stack(k, dim=1))
         all_v.append(torch.stack(v, dim=1))
@@ -115,24 +155,36 @@ def naive_stack(model, u):
 
 
 def naive_fusion(model, h, e):
-    """e (x) h, the gate reading norm(e); h, e (B, D)."""
+    """e (x) h, the gate reading norm(e); h, e (B, D).
+
+    A kind that has no formula here, because somebody is trying it out, is taken at its word.
+    """
     kind = model.config.fusion
     norm_e = naive_norm(e, model.input_norm)
+    rms = (e**2).sum(-1, keepdim=True).div(e.size(-1)) ** 0.5
+    weights = {name: matrix.weight for name, matrix in model.fusion.named_children()}
+    if kind == "gated":
+        return h @ weights["W_H"].T / (1 + torch.exp(-norm_e @ weights["W_G"].T))
+    if kind == "add":
+        return h @ weights["W_H"].T + norm_e @ weights["W_G"].T
     if kind == "concat":
-        return torch.cat([h, norm_e], dim=-1) @ model.fusion.W_R.weight.T
-    value = h @ model.fusion.W_H.weight.T
-    rms = (e ** 2).sum(-1, keepdim=True).div(e.size(-1)) ** 0.5
+        return torch.cat([h, norm_e], dim=-1) @ weights["W_R"].T
     if kind == "residual":
-        return e + rms * value
-    gate = norm_e @ model.fusion.W_G.weight.T
-    gated = value / (1 + torch.exp(-gate))
-    return {"gated": gated, "add": value + gate, "gated_residual": e + rms * gated}[kind]
+        return e + rms * (h @ weights["W_H"].T)
+    if kind == "gated_residual":
+        return e + rms * (h @ weights["W_H"].T) / (1 + torch.exp(-norm_e @ weights["W_G"].T))
+    return model.fusion(h, e, norm_e)
 
 
 def naive_inputs(model, h, e, n_plain=1):
-    """u (B, T, D): plain at the first n_plain positions, then e_t fused with the state of the position before."""
-    return torch.stack([e[:, t] if t < n_plain else naive_fusion(model, h[:, t - 1], e[:, t])
-                        for t in range(e.size(1))], dim=1)
+    """u (B, T, D): plain at the first n_plain positions, then e_t fused with the state before."""
+    return torch.stack(
+        [
+            e[:, t] if t < n_plain else naive_fusion(model, h[:, t - 1], e[:, t])
+            for t in range(e.size(1))
+        ],
+        dim=1,
+    )
 
 
 def naive_passes(model, idx, k, n_plain=1):
@@ -154,10 +206,11 @@ def naive_recurrence(model, idx, n_plain=1):
 
 @torch.no_grad()
 def naive_decode(model, prompt, n_new, mode, extra_passes=1):
-    """Greedy decoding that keeps the inputs it fed and recomputes the stack over its window at every step.
+    """Greedy decoding that keeps the inputs it fed and recomputes everything at every step.
 
-    The rules as documented: of the prompt the last block_size tokens; a full window keeps its last half. Returns
-    tokens (B, n_new), the states they were read from (B, n_new, D) and the log-probabilities of all symbols.
+    The rules as documented: of the prompt the last block_size tokens; a full window keeps its last
+    half. Returns tokens (B, n_new), the states they were read from (B, n_new, D) and the
+    log-probabilities of all symbols.
     """
     block, E = model.config.block_size, model.embedding.weight
     e = E[prompt[:, -block:]]
@@ -172,7 +225,7 @@ def naive_decode(model, prompt, n_new, mode, extra_passes=1):
         if n:
             e = E[picked[-1]]
             if len(fed) == block:
-                fed = fed[-(block // 2):]
+                fed = fed[-(block // 2) :]
             fed.append(e if mode == "standard" else naive_fusion(model, state, e))
             state = naive_stack(model, torch.stack(fed, dim=1))[0][:, -1]
         picked.append((state @ E.T).argmax(-1))
@@ -190,11 +243,29 @@ def collect(steps) -> tuple[torch.Tensor, torch.Tensor]:
 # Configuration, shapes, first losses
 
 
-@pytest.mark.parametrize("field, value", [
-    ("vocab_size", 0), ("block_size", 1), ("n_layer", 0), ("n_head", 0), ("n_embd", 0), ("n_embd", -16),
-    ("n_embd", 20), ("n_embd", 12), ("n_kv_head", 3), ("n_kv_head", -1), ("n_hidden", -1), ("dropout", 1.0),
-    ("dropout", -0.1), ("dropout", math.nan), ("rope_base", 0.0), ("rope_base", math.inf), ("rope_base", math.nan),
-    ("fusion", "glu")])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("vocab_size", 0),
+        ("block_size", 1),
+        ("n_layer", 0),
+        ("n_head", 0),
+        ("n_embd", 0),
+        ("n_embd", -16),
+        ("n_embd", 20),
+        ("n_embd", 12),
+        ("n_kv_head", 3),
+        ("n_kv_head", -1),
+        ("n_hidden", -1),
+        ("dropout", 1.0),
+        ("dropout", -0.1),
+        ("dropout", math.nan),
+        ("rope_base", 0.0),
+        ("rope_base", math.inf),
+        ("rope_base", math.nan),
+        ("fusion", "glu"),
+    ],
+)
 def test_config_errors_name_the_field_and_the_value(field, value):
     with pytest.raises(ValueError, match=f"^{field}={value!r} "):
         GPTConfig(**SHAPE | {field: value})
@@ -202,7 +273,9 @@ def test_config_errors_name_the_field_and_the_value(field, value):
 
 def test_config_defaults_that_depend_on_others():
     assert GPT(GPTConfig(**SHAPE | dict(n_kv_head=0))).blocks[0].attn.k.weight.shape == (D, D)
-    assert GPT(GPTConfig(**SHAPE | dict(n_embd=128, n_hidden=0))).blocks[0].mlp.down.weight.shape == (128, 352)
+    assert GPT(GPTConfig(**SHAPE | dict(n_embd=128, n_hidden=0))).blocks[
+        0
+    ].mlp.down.weight.shape == (128, 352)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -210,7 +283,13 @@ def test_shapes_of_the_public_functions(kind):
     model, idx = make(fusion=kind), tokens(B, T)
     e = model.embed(idx)
     h = model.stack(e)
-    assert e.shape == h.shape == model.next_inputs(h, e).shape == model.next_pass(h, e).shape == (B, T, D)
+    assert (
+        e.shape
+        == h.shape
+        == model.next_inputs(h, e).shape
+        == model.next_pass(h, e).shape
+        == (B, T, D)
+    )
     assert model.fusion(h, e, e).shape == Fusion(D, kind).double()(h, e, e).shape == (B, T, D)
     assert model.head(h).shape == (B, T, V) and model.head(h[:, -1]).shape == (B, V)
     assert [h.shape for h in model.passes(idx, 3)] == 3 * [(B, T, D)]
@@ -220,7 +299,9 @@ def test_shapes_of_the_public_functions(kind):
 
     cache, h = model.reconstruct(idx[:, :5], 2, 3)
     assert h.shape == (B, 5, D) and (cache.length, cache.passes) == (5, 3)
-    assert cache.k.shape == cache.v.shape == KVCache(model.config, B, h).k.shape == (L, B, 2, BLOCK, 4)
+    assert (
+        cache.k.shape == cache.v.shape == KVCache(model.config, B, h).k.shape == (L, B, 2, BLOCK, 4)
+    )
     assert cache.u.shape == (B, BLOCK, D)
     cache, h = model.prefill(idx[:, :5], "fused", prefill_passes=2)
     assert h.shape == (B, 1, D) and (cache.length, cache.passes) == (5, 3)
@@ -235,7 +316,11 @@ def test_shapes_of_the_public_functions(kind):
 
 def fresh(**changes) -> GPT:
     torch.manual_seed(1337)
-    return GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=2, n_head=2, n_embd=32, n_hidden=64, **changes))
+    return GPT(
+        GPTConfig(
+            vocab_size=64, block_size=16, n_layer=2, n_head=2, n_embd=32, n_hidden=64, **changes
+        )
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -246,7 +331,7 @@ def test_every_pass_starts_near_ln_v(kind):
 
 
 def test_golden_one_step_loss():
-    """To renew, after a change that is meant to change the numbers: run this test and copy what it prints."""
+    """After a change that is meant to change the numbers, run this test and copy what it prints."""
     model = fresh()
     idx = torch.arange(4 * 17).view(4, 17) * 7 % 64
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -266,17 +351,39 @@ GOLDEN_AFTER = [3.92713, 3.99113, 3.98682]
 # The plain decoder
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"n_kv_head": 0}, {"n_kv_head": 1}, {"qk_norm": False}, {"depth_scale": False}, {"rope_base": 100.0},
-    {"n_layer": 1, "n_head": 1, "n_kv_head": 1, "n_hidden": 0}, {"n_layer": 5}, {"fusion": "none"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"n_kv_head": 0},
+        {"n_kv_head": 1},
+        {"qk_norm": False},
+        {"depth_scale": False},
+        {"rope_base": 100.0},
+        {"n_layer": 1, "n_head": 1, "n_kv_head": 1, "n_hidden": 0},
+        {"n_layer": 5},
+        {"head_dim": 6},
+        {"n_embd": 15, "head_dim": 2},
+        {"input_norm": False},
+        {"eps": 0.1},
+        {"window": 1},
+        {"window": 3},
+        {"window": 3, "window_every": 2},
+        {"window": 100},
+        {"fusion": "none"},
+    ],
+    ids=str,
+)
 def test_stack_equals_the_naive_decoder(changes):
     model, idx = make(**changes), tokens(B, T)
     e = model.embedding.weight[idx]
     close(model.embed(idx), e, atol=0)
     h, *_ = naive_stack(model, e)
     close(model.stack(e), h)
-    close(model.head(h), torch.einsum("btd,vd->btv", h, e.new_tensor(model.embedding.weight.tolist())))
-    u = torch.randn(B, T, D).double() * 3  # not only embeddings
+    close(
+        model.head(h), torch.einsum("btd,vd->btv", h, e.new_tensor(model.embedding.weight.tolist()))
+    )
+    u = torch.randn(B, T, model.config.n_embd).double() * 3  # not only embeddings
     close(model.stack(u), naive_stack(model, u)[0])
 
 
@@ -287,8 +394,9 @@ def test_far_positions_turn_by_their_own_angles():
     close(model.stack(u), naive_stack(model, u)[0], atol=1e-3)
 
 
-def test_stack_in_chunks_through_a_cache_equals_the_naive_decoder():
-    model = make()
+@pytest.mark.parametrize("window", [0, 2, 5])
+def test_stack_in_chunks_through_a_cache_equals_the_naive_decoder(window):
+    model = make(window=window)
     u = torch.randn(B, T, D).double()
     h, k, v = naive_stack(model, u)
     cache = KVCache(model.config, B, like=u)
@@ -322,15 +430,16 @@ def test_nll_is_the_mean_over_targets_that_count():
     for losses, k in ((model(idx, targets, 1), 1), (model(idx, targets, 3), 3)):
         for loss, h in zip(losses, naive_passes(model, idx, k), strict=True):
             logps = (h @ model.embedding.weight.T).log_softmax(-1)
-            kept = [-logps[b, t, targets[b, t]] for b in range(B) for t in range(T) if targets[b, t] >= 0]
+            kept = [
+                -logps[b, t, targets[b, t]]
+                for b in range(B)
+                for t in range(T)
+                if targets[b, t] >= 0
+            ]
             close(loss, sum(kept) / len(kept))
 
 
 # Latent feedback
-
-
-W_H, W_G = torch.tensor([[1.0, 2.0], [3.0, 5.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-H_PREV, E = torch.tensor([[[1.0, -1.0]]]), torch.tensor([[[0.0, math.log(3)]]])
 
 
 BY_HAND = {  # W_H h = (-1, -2), W_G norm(e) = (ln 3, 0), the sigmoid of it (3/4, 1/2), rms(e) = 10
@@ -375,6 +484,21 @@ def test_fusion_holds_only_the_matrices_of_its_kind(kind):
     assert shapes == SHAPES[kind]
 
 
+@pytest.mark.parametrize("kind", ["residual", "gated_residual"])
+@pytest.mark.parametrize("input_norm", [True, False])
+def test_residual_kinds_start_as_the_plain_model_bit_for_bit(kind, input_norm):
+    torch.manual_seed(3)
+    model = GPT(GPTConfig(**SHAPE, fusion=kind, input_norm=input_norm))
+    idx = tokens(B, T)
+    first, second, third = model(idx, idx, 3)
+    assert first == second == third
+    plain, _ = collect(model.generate(idx, 2 * BLOCK, "standard"))
+    soft, _ = collect(model.generate(idx, 2 * BLOCK, "fused"))
+    assert torch.equal(plain, soft)
+    # The first step is not in vain: the later passes' losses move W_H away from zero.
+    assert gradients(model, second)["fusion.W_H.weight"].abs().max() > 1e-6
+
+
 def test_add_and_concat_are_the_same_functions():
     add, concat = Fusion(D, "add"), Fusion(D, "concat")
     with torch.no_grad():
@@ -383,7 +507,9 @@ def test_add_and_concat_are_the_same_functions():
     close(add(h, e, e), concat(h, e, e))
 
 
-@pytest.mark.parametrize("lam, expected", [(1.0, (2.0, 2.0 + 3.0, 2.0 + 5.0)), (0.5, (2.0, 3.5, 4.5))])
+@pytest.mark.parametrize(
+    "lam, expected", [(1.0, (2.0, 2.0 + 3.0, 2.0 + 5.0)), (0.5, (2.0, 3.5, 4.5))]
+)
 def test_objective_by_hand(lam, expected):
     losses = torch.tensor([2.0, 3.0, 7.0])
     for k in (1, 2, 3):
@@ -393,11 +519,15 @@ def test_objective_by_hand(lam, expected):
 
 def test_fuse_shifts_right_by_one():
     model = make(fusion="add")
-    set_weights(model, W_H=torch.eye(D), W_G=torch.zeros(D, D))  # u_t is then the state it was fused with
+    set_weights(
+        model, W_H=torch.eye(D), W_G=torch.zeros(D, D)
+    )  # u_t is then the state it was fused with
     h, e = torch.randn(2, B, T, D).double()
     u = model.next_inputs(h, e)
     close(u[:, 1:], h[:, :-1], atol=0)  # not h[:, 1:], and not rolled the other way:
-    assert (u - h).abs().amin(dim=-1).gt(0).all() and (u[:, :-1] - h[:, 1:]).abs().amin(dim=-1).gt(0).all()
+    assert (u - h).abs().amin(dim=-1).gt(0).all() and (u[:, :-1] - h[:, 1:]).abs().amin(dim=-1).gt(
+        0
+    ).all()
     close(u[:, 0], e[:, 0], atol=0)
 
 
@@ -414,7 +544,7 @@ def test_fuse_equals_the_naive_inputs(kind):
 
 
 def test_the_gate_reads_the_normed_embedding():
-    """The shared input norm takes out the size of e, of plain and of fused inputs alike, but not the size of h."""
+    """The shared input norm takes out the size of e, but not the size of h."""
     model = make()
     h, e = torch.randn(2, B, T, D).double()
     close(model.next_inputs(h, 7 * e)[:, 1:], model.next_inputs(h, e)[:, 1:])
@@ -428,7 +558,9 @@ def test_passes_reach_the_sequential_recurrence(kind):
     _, exact, *_ = naive_recurrence(model, idx)
     for k, h in enumerate(model.passes(idx, T), start=1):
         close(h[:, :k], exact[:, :k])
-        assert (h[:, k:] - exact[:, k:]).abs().amax(dim=(0, 2)).gt(1e-3).all(), f"exact too early in pass {k}"
+        assert (h[:, k:] - exact[:, k:]).abs().amax(dim=(0, 2)).gt(1e-3).all(), (
+            f"exact too early in pass {k}"
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -446,7 +578,7 @@ def test_passes_equal_the_naive_ones(kind):
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_k_passes_carry_a_state_k_minus_1_positions_on(monkeypatch, k):
-    """Without attention the feedback is the only way forward: position t then reaches t .. t + k - 1, no further."""
+    """Without attention, feedback is the only way forward: t then reaches t .. t + k - 1."""
     model, idx = make(), tokens(B, T)
     for block in model.blocks:
         torch.nn.init.zeros_(block.attn.out.weight)
@@ -464,7 +596,7 @@ def test_k_passes_carry_a_state_k_minus_1_positions_on(monkeypatch, k):
 
 
 def jitter_of(model, monkeypatch, idx, k, sigma) -> list[torch.Tensor]:
-    """eps of Eq. (11) of passes 2..k, read off the stack's inputs; the fusion hands the state through."""
+    """eps of Eq. (11) of passes 2..k, read off the stack's inputs, by a fusion that is h."""
     set_weights(model, W_H=torch.eye(D), W_G=torch.zeros(D, D))
     inputs = spy(monkeypatch, model, "stack")
     states = model.passes(idx, k, feedback=Feedback(jitter=sigma))
@@ -475,9 +607,11 @@ def test_jitter_is_uniform_within_sigma(monkeypatch):
     second, third = jitter_of(make(fusion="add").train(), monkeypatch, tokens(64, T), 3, sigma=0.25)
     for eps in (second, third):
         assert 0.249 < eps.max() <= 0.25 and -0.25 <= eps.min() < -0.249
-        assert eps.mean().abs() < 0.01 and abs(eps.std() - 0.25 / 3 ** 0.5) < 0.005
+        assert eps.mean().abs() < 0.01 and abs(eps.std() - 0.25 / 3**0.5) < 0.005
     assert (second - third).abs().max() > 0.1  # drawn again in every pass
-    assert eps[0].std(dim=0).min() > 0 and eps[:, 0].std(dim=0).min() > 0  # and for every row and position
+    assert (
+        eps[0].std(dim=0).min() > 0 and eps[:, 0].std(dim=0).min() > 0
+    )  # and for every row and position
 
 
 def test_jitter_is_off_in_eval_and_by_default(monkeypatch):
@@ -518,7 +652,9 @@ def test_prefix_mixin_puts_a_prefix_back_to_plain(monkeypatch):
         for row in range(32):
             close(u[row], naive_inputs(model, h, e, n_plain=int(p[row]))[row])
         lengths.append(p)
-    assert lengths[0].unique().numel() > 3 and not torch.equal(*lengths)  # drawn per row, and again in every pass
+    assert lengths[0].unique().numel() > 3 and not torch.equal(
+        *lengths
+    )  # drawn per row, and again in every pass
 
 
 def test_prefix_mixin_adds_to_given_plain_positions(monkeypatch):
@@ -560,7 +696,9 @@ def test_one_pass_is_the_model_without_fusion_bit_for_bit(kind):
     plain = GPT(GPTConfig(**SHAPE | dict(fusion="none")))
     assert plain.fusion is None
     weights = fused.state_dict()
-    assert set(weights) - set(plain.state_dict()) == {f"fusion.{name}" for name in fused.fusion.state_dict()}
+    assert set(weights) - set(plain.state_dict()) == {
+        f"fusion.{name}" for name in fused.fusion.state_dict()
+    }
     assert all(torch.equal(weights[name], value) for name, value in plain.state_dict().items())
 
     pair = [(model, torch.optim.AdamW(model.parameters(), lr=0.01)) for model in (fused, plain)]
@@ -574,11 +712,15 @@ def test_one_pass_is_the_model_without_fusion_bit_for_bit(kind):
         (loss, grads), (plain_loss, plain_grads) = results
         assert torch.equal(loss, plain_loss) and grads.keys() == plain_grads.keys()
         assert all(torch.equal(grads[name], plain_grads[name]) for name in grads)
-    assert all(torch.equal(fused.state_dict()[name], value) for name, value in plain.state_dict().items())
+    assert all(
+        torch.equal(fused.state_dict()[name], value) for name, value in plain.state_dict().items()
+    )
     assert all(torch.equal(fused.fusion.state_dict()[name], value) for name, value in start.items())
 
 
-@pytest.mark.parametrize("kind, k", [("gated", 1), ("gated", 2), ("gated", 3), ("add", 3), ("concat", 3)])
+@pytest.mark.parametrize(
+    "kind, k", [("gated", 1), ("gated", 2), ("gated", 3), ("add", 3), ("concat", 3)]
+)
 def test_no_loss_looks_ahead(monkeypatch, kind, k):
     model, idx, targets = make(fusion=kind).train(), tokens(B, T), tokens(B, T, seed=2)
     e = model.embed(idx).detach().requires_grad_()
@@ -588,8 +730,10 @@ def test_no_loss_looks_ahead(monkeypatch, kind, k):
         only_t[:, t] = targets[:, t]
         for loss in model(idx, only_t, k):
             (grad,) = torch.autograd.grad(loss, e, retain_graph=True)
-            assert not grad[:, t + 1:].any(), f"the loss at {t} sees a later input"
-            assert grad[:, :t + 1].abs().amax(dim=2).gt(0).all(), f"the loss at {t} misses an input"
+            assert not grad[:, t + 1 :].any(), f"the loss at {t} sees a later input"
+            assert grad[:, : t + 1].abs().amax(dim=2).gt(0).all(), (
+                f"the loss at {t} misses an input"
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -597,12 +741,20 @@ def test_later_losses_reach_earlier_passes_and_all_fusion_matrices(kind):
     model, idx = make(fusion=kind), tokens(B, T)
     states = model.passes(idx, 3)
     nll = torch.nn.functional.cross_entropy(model.head(states[2]).flatten(0, 1), idx.flatten())
-    for h, last in zip(states, (T - 3, T - 2)):  # each edge leads one position on: the last states feed nobody
+    for h, last in zip(
+        states, (T - 3, T - 2)
+    ):  # each edge leads one position on: the last states feed nobody
         (grad,) = torch.autograd.grad(nll, h, retain_graph=True)
-        assert grad[:, :last + 1].abs().amax(dim=(0, 2)).gt(0).all() and not grad[:, last + 1:].any()
+        assert (
+            grad[:, : last + 1].abs().amax(dim=(0, 2)).gt(0).all() and not grad[:, last + 1 :].any()
+        )
     grads = gradients(model, objective(model(idx, idx, 2)))
-    square = [part for name, grad in grads.items() if name.startswith("fusion.")
-              for part in grad.split(D, dim=1)]  # W_R is two square matrices, side by side
+    square = [
+        part
+        for name, grad in grads.items()
+        if name.startswith("fusion.")
+        for part in grad.split(D, dim=1)
+    ]  # W_R is two square matrices, side by side
     assert square and all(part.abs().max() > 1e-6 for part in square)
 
 
@@ -611,7 +763,9 @@ def test_detach_cuts_the_feedback_edge_and_nothing_else(kind):
     model, idx, targets = make(fusion=kind), tokens(B, T), tokens(B, T, seed=2)
     states = model.passes(idx, 3, feedback=Feedback(detach=True))
     for later, earlier in ((2, 1), (2, 0), (1, 0)):
-        (grad,) = torch.autograd.grad(states[later].sum(), states[earlier], retain_graph=True, allow_unused=True)
+        (grad,) = torch.autograd.grad(
+            states[later].sum(), states[earlier], retain_graph=True, allow_unused=True
+        )
         assert grad is None
     for whole, cut in zip(model.passes(idx, 3), states):
         assert torch.equal(whole, cut)  # the numbers stay
@@ -621,8 +775,13 @@ def test_detach_cuts_the_feedback_edge_and_nothing_else(kind):
     constant = [h.detach() for h in naive_passes(model, idx, 3)]
     e = model.embedding.weight[idx]
     inputs = [e, naive_inputs(model, constant[0], e), naive_inputs(model, constant[1], e)]
-    nll = [-(naive_stack(model, u)[0] @ model.embedding.weight.T).log_softmax(-1).gather(2, targets[..., None]).mean()
-           for u in inputs]
+    nll = [
+        -(naive_stack(model, u)[0] @ model.embedding.weight.T)
+        .log_softmax(-1)
+        .gather(2, targets[..., None])
+        .mean()
+        for u in inputs
+    ]
     expected = gradients(model, nll[0] + (nll[1] + nll[2]) / 2)
     for name, grad in expected.items():
         close(detached[name], grad)
@@ -633,12 +792,50 @@ def test_detach_cuts_the_feedback_edge_and_nothing_else(kind):
 def test_gradients_of_three_passes_equal_the_naive_ones(kind):
     model, idx, targets = make(fusion=kind), tokens(B, T), tokens(B, T, seed=2)
     actual = gradients(model, objective(model(idx, targets, 3), 0.5))
-    nll = [-(h @ model.embedding.weight.T).log_softmax(-1).gather(2, targets[..., None]).mean()
-           for h in naive_passes(model, idx, 3)]
+    nll = [
+        -(h @ model.embedding.weight.T).log_softmax(-1).gather(2, targets[..., None]).mean()
+        for h in naive_passes(model, idx, 3)
+    ]
     expected = gradients(model, nll[0] + 0.5 * (nll[1] + nll[2]) / 2)
     assert actual.keys() == expected.keys() == {name for name, _ in model.named_parameters()}
     for name, grad in expected.items():
         close(actual[name], grad)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_recomputing_the_blocks_changes_no_gradient(dropout):
+    idx, targets = tokens(B, T), tokens(B, T, seed=2)
+    found = []
+    for recompute in (False, True):
+        model = make(double=False, dropout=dropout).train()
+        model.recompute = recompute
+        torch.manual_seed(5)
+        losses = model(idx, targets, 3, Feedback(jitter=0.02, mixin=True))
+        found.append(gradients(model, objective(losses)))
+    kept, recomputed = found
+    assert kept.keys() == recomputed.keys()
+    for name, grad in kept.items():
+        assert torch.equal(grad, recomputed[name]), name
+
+
+def test_recomputing_keeps_far_fewer_activations():
+    idx = tokens(8, BLOCK)
+    kept = []
+    for recompute in (False, True):
+        model = make(double=False, n_layer=6, n_embd=64).train()
+        model.recompute = recompute
+        sizes = {}
+
+        def keep(tensor, sizes=sizes):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            losses = model(idx, idx, 3)
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        kept.append(sum(size for place, size in sizes.items() if place not in weights))
+        assert losses.isfinite().all()
+    assert kept[1] < kept[0] / 5
 
 
 # Decoding
@@ -658,13 +855,26 @@ def test_cached_decoding_equals_the_naive_one(mode, length):
     cache, h = model.prefill(prompt, mode)
     for n in range(n_new):
         if n:
-            h = model.decode_step(picked[:, n - 1:n], h, cache, mode)
+            h = model.decode_step(picked[:, n - 1 : n], h, cache, mode)
         close(h[:, 0], states[:, n], atol=1e-3)
 
 
-@pytest.mark.parametrize("changes", [
-    {"fusion": "add"}, {"fusion": "concat"}, {"block_size": 9}, {"block_size": 2}, {"n_kv_head": 0, "qk_norm": False}],
-    ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fusion": "add"},
+        {"fusion": "concat"},
+        {"block_size": 9},
+        {"block_size": 2},
+        {"n_kv_head": 0, "qk_norm": False},
+        {"head_dim": 6, "eps": 1e-3},
+        {"input_norm": False, "fusion": "residual"},
+        {"window": 1},
+        {"window": 3},
+        {"window": 3, "window_every": 2, "fusion": "residual"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_cached_decoding_equals_the_naive_one_for_other_models(mode, changes):
     model, prompt = make(**changes), tokens(B, 5)
@@ -677,15 +887,21 @@ def test_cached_decoding_equals_the_naive_one_for_other_models(mode, changes):
 def test_the_modes_differ():
     model, prompt = make(), tokens(B, 5)
     standard, soft, fused = (collect(model.generate(prompt, 12, mode))[0] for mode in MODES)
-    assert not torch.equal(standard, soft) and not torch.equal(soft, fused) and not torch.equal(standard, fused)
+    assert (
+        not torch.equal(standard, soft)
+        and not torch.equal(soft, fused)
+        and not torch.equal(standard, fused)
+    )
 
 
 @pytest.mark.parametrize("length", PROMPTS)
 def test_first_token_of_soft_is_that_of_standard(length):
     model, prompt = make(), tokens(B, length)
     for temperature in (0.0, 1.0):
-        first = [next(model.generate(prompt, 1, mode, sampler(temperature, seed=3)))
-                 for mode in ("standard", "soft")]
+        first = [
+            next(model.generate(prompt, 1, mode, sampler(temperature, seed=3)))
+            for mode in ("standard", "soft")
+        ]
         assert torch.equal(first[0][0], first[1][0]) and torch.equal(first[0][1], first[1][1])
 
 
@@ -715,13 +931,16 @@ def test_fused_prefill_ends_at_the_full_recurrence(kind):
 
 @pytest.mark.parametrize("kind", ["add", "concat"])
 def test_fused_prefill_tends_to_the_full_recurrence(kind):
-    """Where the state's share of the fused input is small the passes contract, so every pass must come nearer."""
+    """Where the state's share of u is small the passes contract, so every pass must come nearer."""
     model, idx = make(fusion=kind), tokens(B, T)
     matrix = model.fusion.W_R if kind == "concat" else model.fusion.W_H
     with torch.no_grad():
         matrix.weight[:, :D] *= 0.1
     exact = naive_recurrence(model, idx)[1][:, -1:]
-    errors = [(model.prefill(idx, "fused", prefill_passes=n)[1] - exact).norm().item() for n in range(1, 5)]
+    errors = [
+        (model.prefill(idx, "fused", prefill_passes=n)[1] - exact).norm().item()
+        for n in range(1, 5)
+    ]
     assert all(after < before / 2 for before, after in itertools.pairwise(errors)), errors
 
 
@@ -742,7 +961,7 @@ def test_reconstruct_equals_the_cache_of_soft_decoding(kind, n_prompt):
         for actual, expected in ((cache.u, u), (cache.k, k), (cache.v, v)):
             close(actual, expected)
     close(h, exact)
-    close(torch.cat(states, dim=1), exact[:, n_prompt - 1:])
+    close(torch.cat(states, dim=1), exact[:, n_prompt - 1 :])
     one, _ = model.reconstruct(idx, n_prompt, 1)
     close(one.u, model.embedding.weight[idx], atol=0)  # one pass is the ordinary, plain prefill
     assert (one.k - k)[..., n_prompt:, :].abs().max() > 1e-2
@@ -758,18 +977,34 @@ def test_reconstruct_by_k_passes_equals_the_naive_passes(n_prompt):
 
 
 def test_tol_stops_once_every_row_has_settled():
-    """The first pass whose states, those behind the plain prompt, are within tol of those of the pass before, relatively
-    and in every row."""
+    """The first pass that changes the states after the plain prompt by at most tol, in all rows."""
     model, idx, cases = make(fusion="add"), tokens(6, T), set()
     with torch.no_grad():
         model.fusion.W_H.weight *= 0.5
     states = naive_passes(model, idx, 12, n_plain=2)
-    changes = [[((after[row, 2:] - before[row, 2:]).square().sum() / after[row, 2:].square().sum()).sqrt()
-                for row in range(6)]
-               for before, after in itertools.pairwise(states)]  # of passes 2, 3, ...
-    limits = [max(change).item() for change in changes[:5]]  # a hair above and under what each pass just reaches
-    for tol in (0.5, 0.1, 1e-3, *(1.0001 * limit for limit in limits), *(0.9999 * limit for limit in limits)):
-        by_row = [next(k for k, change in enumerate(changes, start=2) if change[row] <= tol) for row in range(6)]
+    changes = [
+        [
+            (
+                (after[row, 2:] - before[row, 2:]).square().sum() / after[row, 2:].square().sum()
+            ).sqrt()
+            for row in range(6)
+        ]
+        for before, after in itertools.pairwise(states)
+    ]  # of passes 2, 3, ...
+    limits = [
+        max(change).item() for change in changes[:5]
+    ]  # a hair above and under what each pass just reaches
+    for tol in (
+        0.5,
+        0.1,
+        1e-3,
+        *(1.0001 * limit for limit in limits),
+        *(0.9999 * limit for limit in limits),
+    ):
+        by_row = [
+            next(k for k, change in enumerate(changes, start=2) if change[row] <= tol)
+            for row in range(6)
+        ]
         expected = next(k for k, change in enumerate(changes, start=2) if max(change) <= tol)
         cache, h = model.reconstruct(idx, 2, 30, tol)
         assert cache.passes == expected
@@ -777,7 +1012,9 @@ def test_tol_stops_once_every_row_has_settled():
         close(cache.k, naive_stack(model, cache.u)[1])
         assert model.reconstruct(idx, 2, 2, tol)[0].passes == 2  # never more than k
         cases.add((min(by_row), expected))
-    assert len(cases) > 3 and any(first < last for first, last in cases)  # the cases tell rows and tols apart
+    assert len(cases) > 3 and any(
+        first < last for first, last in cases
+    )  # the cases tell rows and tols apart
 
 
 def test_tol_zero_never_stops_and_prefill_hands_tol_on():
@@ -787,7 +1024,9 @@ def test_tol_zero_never_stops_and_prefill_hands_tol_on():
     assert model.prefill(idx, "fused", prefill_passes=19, tol=1e-9)[0].passes == 5
     assert model.prefill(idx, "fused", prefill_passes=19)[0].passes == 20
     assert model.prefill(idx, "soft", prefill_passes=19)[0].passes == 1
-    many, few = (collect(model.generate(idx, 6, "fused", prefill_passes=n, tol=0.0))[1] for n in (4, 1))
+    many, few = (
+        collect(model.generate(idx, 6, "fused", prefill_passes=n, tol=0.0))[1] for n in (4, 1)
+    )
     stopped = collect(model.generate(idx, 6, "fused", prefill_passes=50, tol=1e-9))[1]
     close(stopped, many)
     assert (few - many).abs().max() > 1e-3
@@ -798,23 +1037,26 @@ def test_a_batch_of_greedy_prompts_equals_the_single_runs(mode):
     model, prompts = make(double=False), tokens(4, 5)
     together, logps = collect(model.generate(prompts, 2 * BLOCK, mode))
     for row in range(4):
-        alone, alone_logps = collect(model.generate(prompts[row:row + 1], 2 * BLOCK, mode))
-        assert torch.equal(alone, together[row:row + 1])
-        close(alone_logps, logps[row:row + 1], atol=1e-4)
+        alone, alone_logps = collect(model.generate(prompts[row : row + 1], 2 * BLOCK, mode))
+        assert torch.equal(alone, together[row : row + 1])
+        close(alone_logps, logps[row : row + 1], atol=1e-4)
 
 
 def test_latent_state_is_per_row():
-    """Two rows with the same last token and different pasts: each token enters with its own row's state."""
+    """Two rows, one last token, different pasts: each token enters with its own row's state."""
     model, idx = make(), tokens(2, 5)
     idx[:, -1] = 3
     cache, h = model.prefill(idx, "soft")
     after = model.decode_step(torch.tensor([[4], [4]]), h, cache, "soft")
     e = model.embedding.weight[torch.tensor([4])]
     for row in range(2):
-        u = naive_fusion(model, h[row:row + 1, 0], e)
-        close(cache.u[row:row + 1, 5], u)
-        past = model.embedding.weight[idx[row:row + 1]]
-        close(after[row:row + 1, 0], naive_stack(model, torch.cat([past, u[:, None]], dim=1))[0][:, -1])
+        u = naive_fusion(model, h[row : row + 1, 0], e)
+        close(cache.u[row : row + 1, 5], u)
+        past = model.embedding.weight[idx[row : row + 1]]
+        close(
+            after[row : row + 1, 0],
+            naive_stack(model, torch.cat([past, u[:, None]], dim=1))[0][:, -1],
+        )
 
 
 def test_the_first_token_is_drawn_per_sample():
@@ -830,7 +1072,9 @@ def test_calls_leak_no_state_into_each_other():
     turns = zip(*zip(model.generate(a, 20, "soft"), model.generate(b, 20, "fused"), strict=True))
     interleaved = tuple(collect(steps) for steps in turns)
     for other in (again, interleaved):
-        assert all(torch.equal(x, y) for left, right in zip(alone, other) for x, y in zip(left, right))
+        assert all(
+            torch.equal(x, y) for left, right in zip(alone, other) for x, y in zip(left, right)
+        )
 
 
 def test_decoding_keeps_no_graph_and_leaves_the_training_mode_as_it_was():
@@ -848,9 +1092,14 @@ def test_decoding_keeps_no_graph_and_leaves_the_training_mode_as_it_was():
 
 def test_a_model_without_fusion_refuses_feedback():
     model, idx = make(fusion="none"), tokens(B, 5)
-    for refused in (lambda: model.passes(idx, 2), lambda: model(idx, idx, 2), lambda: model.reconstruct(idx, 1, 2),
-                    lambda: next(model.generate(idx, 1, "soft")), lambda: next(model.generate(idx, 1, "fused")),
-                    lambda: model.prefill(idx, "soft")):
+    for refused in (
+        lambda: model.passes(idx, 2),
+        lambda: model(idx, idx, 2),
+        lambda: model.reconstruct(idx, 1, 2),
+        lambda: next(model.generate(idx, 1, "soft")),
+        lambda: next(model.generate(idx, 1, "fused")),
+        lambda: model.prefill(idx, "soft"),
+    ):
         with pytest.raises(ValueError, match="fusion"):
             refused()
     picked, _, _ = naive_decode(model, idx, 20, "standard")
@@ -870,8 +1119,15 @@ def test_unknown_modes_and_pass_counts_are_refused():
 
 def test_temperature_zero_is_greedy_whatever_the_seed():
     logits = torch.randn(50, V)
-    for pick in (sampler(0.0), sampler(0, seed=1), sampler(0.0, top_k=3),
-                 sampler(1e-8), sampler(1e-38), sampler(1e-310), sampler(1.0, top_k=1)):
+    for pick in (
+        sampler(0.0),
+        sampler(0, seed=1),
+        sampler(0.0, top_k=3),
+        sampler(1e-8),
+        sampler(1e-38),
+        sampler(1e-310),
+        sampler(1.0, top_k=1),
+    ):
         assert torch.equal(pick(logits), logits.argmax(-1))
         assert torch.equal(pick(1e4 * logits), logits.argmax(-1))  # no overflow
 
@@ -886,7 +1142,7 @@ def test_negative_top_k_is_refused_and_large_top_k_keeps_all():
     with pytest.raises(ValueError, match="top_k=-1 "):
         sampler(top_k=-1)
     logits = torch.randn(100, V)
-    draws = [sampler(top_k=k, seed=5)(logits) for k in (0, V, V + 1, 10 ** 9)]
+    draws = [sampler(top_k=k, seed=5)(logits) for k in (0, V, V + 1, 10**9)]
     assert all(torch.equal(draws[0], other) for other in draws)
 
 
@@ -922,7 +1178,7 @@ def test_log_probabilities_are_before_temperature_and_top_k(mode):
     u = naive_inputs(model, h, e[:, :4]) if mode == "fused" else e[:, :4]
     for t in range(4, 8):
         h = naive_stack(model, u)[0][:, -1]
-        expected = (h @ model.embedding.weight.T).log_softmax(-1).gather(1, idx[:, t:t + 1])[:, 0]
+        expected = (h @ model.embedding.weight.T).log_softmax(-1).gather(1, idx[:, t : t + 1])[:, 0]
         close(logps[:, t - 4], expected)
         fed = e[:, t] if mode == "standard" else naive_fusion(model, h, e[:, t])
         u = torch.cat([u, fed[:, None]], dim=1)
@@ -940,7 +1196,9 @@ def test_bfloat16_stays_near_float32():
         steps = list(model.generate(idx, 2 * BLOCK, "fused"))
         mixed = objective(model(idx, idx, 3, Feedback(jitter=0.02, mixin=True)))
     close(losses, exact, atol=0.1)
-    assert len(steps) == 2 * BLOCK and all(grad.isfinite().all() for grad in gradients(model, mixed).values())
+    assert len(steps) == 2 * BLOCK and all(
+        grad.isfinite().all() for grad in gradients(model, mixed).values()
+    )
     low = make(double=False).bfloat16()
     assert low.passes(idx, 2)[1].dtype == torch.bfloat16
     close(low(idx, idx, 3).float(), exact, atol=0.2)
@@ -949,6 +1207,11 @@ def test_bfloat16_stays_near_float32():
 
 def test_model_imports_torch_and_the_standard_library_only():
     tree = ast.parse(Path(model_file.__file__).read_text())
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name.split(".")[0] for name in names} <= set(sys.stdlib_module_names) | {"torch"}
