@@ -1,6 +1,10 @@
-"""What the README and the Makefile tell a user to type: every command runs, in miniature, in its order."""
+"""What README.md, results/README.md and the Makefile say: commands, tables, numbers, links."""
 
+import contextlib
+import functools
 import importlib
+import io
+import json
 import re
 import shlex
 import shutil
@@ -10,88 +14,173 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
 SMALL = {
-    "train": "--n_layer=1 --n_embd=16 --n_head=2 --block_size=16 --max_iters=4 --batch_size=2 --eval_interval=2 "
-             "--eval_iters=1 --log_interval=1 --warmup_iters=1 --device=cpu",
+    "train": "--n_layer=1 --n_embd=16 --n_head=2 --n_hidden=0 --block_size=16 --max_iters=4 "
+    "--batch_size=2 --eval_interval=2 --eval_iters=1 --log_interval=1 --warmup_iters=1 "
+    "--device=cpu",
     "sample": "--max_new_tokens=3 --device=cpu",
     "experiments.decoding_modes": "--n_windows=4 --n_samples=2 --max_new_tokens=8 --device=cpu",
-    "experiments.kv_replay": "--n_windows=2 --repeats=1 --device=cpu",
-    "bench": "--n_layer=1 --n_embd=16 --n_head=2 --block_size=16 --batch_size=2 --rounds=1 --compile=false",
     "experiments.loss_curves": "--smooth=1",
-    "experiments.ablations": "--seeds=1 --jobs=1 --n_windows=4 --device=cpu",
-    "experiments.probe": "--limit=4 --device=cpu",
 }
 
 
 def commands(text: str) -> list[list[str]]:
-    """The arguments of every `python ...` in code blocks and in-line code, as `script or module, argument, ...`."""
-    text = text.replace("\\\n", " ")  # a command may go on in the next line
-    found = re.findall(r"^\s*(?:\.venv/bin/)?python (.*)$|`(?:\.venv/bin/)?python ([^`]*)`", text, flags=re.MULTILINE)
+    """The words of every `python ...`, in code blocks and in running text, without placeholders."""
+    text = text.replace("\\\n", " ")  # a command may continue in the next line
+    pattern = r"^\s*(?:\.venv/bin/)?python (.*)$|`(?:\.venv/bin/)?python ([^`]*)`"
+    found = re.findall(pattern, text, flags=re.MULTILINE)
     lines = [re.sub(r"\$\(.*\)", "--overwrite", first or second) for first, second in found]
-    return [shlex.split(line, comments=True) for line in lines if "..." not in line and "CHECKPOINT" not in line]
+    return [shlex.split(line, comments=True) for line in lines if not re.search(r"[A-Z]{4}", line)]
 
 
-def run_small(words: list[str], cwd: Path) -> None:
-    """One command with little to do; the corpora are local files, since tests neither download nor read the manual."""
-    name, arguments = (words[1], words[2:]) if words[0] == "-m" else (words[0].removesuffix(".py"), words[1:])
-    if name in ("pip", "venv"):
+def script_of(words: list[str]) -> tuple[str, list[str]]:
+    """The module that a command runs, and its arguments."""
+    if words[0] == "-m":
+        return words[1], words[2:]
+    return words[0].removesuffix(".py").replace("/", "."), words[1:]
+
+
+def run_small(words: list[str], folder: Path) -> None:
+    """One command with little to do; corpora are local files, since tests download nothing."""
+    name, arguments = script_of(words)
+    if name in ("pip", "venv", "ruff", "pytest"):
         return
     if name == "prepare" and arguments[:1] in (["pydocs"], ["shakespeare"]):
-        arguments = [f"--input={cwd}/text.txt", f"--name={arguments[0]}"]
-    if not any(argument in ("--help", "--input=FILE") for argument in arguments):
-        small = SMALL.get(name, "--n_windows=4 --device=cpu" if name.startswith("experiments") else "")
-        if arguments[:1] == ["config/tasks.toml"] and name == "train":
-            small += " --block_size=704 --batch_size=1"  # the probe's longest prompts fit
-        assert importlib.import_module(name).main([*arguments, *small.split()]) in (0, None), words
+        arguments = [f"--input={folder}/text.txt", f"--name={arguments[0]}"]
+    if name == "train":
+        arguments = [*arguments, "--overwrite"]  # another command may have used the folder's name
+    small = SMALL.get(name, "--n_windows=4 --device=cpu" if name.startswith("experiments") else "")
+    assert importlib.import_module(name).main([*arguments, *small.split()]) in (0, None), words
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working directory with the recipes and a text that has all that the commands' prompts need."""
+    """A working directory with the recipes, and a text with all that the prompts need."""
     shutil.copytree(ROOT / "config", tmp_path / "config")
-    (tmp_path / "text.txt").write_text("ROMEO: Return the\n" + "".join(f"{n} and {n * n}.\n\n" for n in range(400)))
+    lines = "".join(f"{n} and {n * n}.\n\n" for n in range(400))
+    (tmp_path / "text.txt").write_text(f"ROMEO: Return the\n{lines}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_every_command_of_the_makefile_and_the_readme_runs(folder, small_preset):
-    demo = subprocess.run(["make", "-n", "-o", ".venv/ready", "demo"], cwd=ROOT, capture_output=True, text=True)
+def test_every_command_of_make_demo_and_of_the_readme_runs(folder, monkeypatch):
+    kept = importlib.import_module("sample")  # a kind that the README only shows how to add
+    assert kept
+    demo = subprocess.run(
+        ["make", "-n", "-o", ".venv/ready", "demo"], cwd=ROOT, capture_output=True, text=True
+    )
     steps = commands(demo.stdout)
-    assert [words[0].removesuffix(".py") for words in steps[:2]] == ["prepare", "train"] and len(steps) == 6
+    names = [script_of(words)[0] for words in steps]
+    assert names[:3] == ["prepare", "train", "train"]
+    assert names[-1] == "experiments.decoding_modes"
     for words in steps:
         run_small(words, folder)
-    assert {"ckpt.pt", "log.jsonl", "loss.png"} <= {path.name for path in (folder / "out" / "demo").iterdir()}
-    listed = commands((ROOT / "README.md").read_text())
-    assert len(listed) >= 18 and any("--init_from=out/half" in words for words in listed)
-    for number, words in enumerate(listed):
-        if words[0] == "train.py":  # another recipe may have used the folder's name before
-            words = [*words, "--overwrite"]
-        run_small(words, folder)
-    made, kept = ({path.relative_to(root) for path in (root / "results").rglob("*.json")} for root in (folder, ROOT))
-    assert made == kept
+    made = {path.name for path in (folder / "out" / "demo").iterdir()}
+    assert {"ckpt.pt", "log.jsonl", "decoding_modes.json"} <= made
+    listed = [words for words in commands(README) if words not in steps]
+    assert len(listed) >= 10
+    for words in listed:
+        if "--fusion=highway" not in words and "out/mine" not in words:
+            run_small(words, folder)
 
 
-def test_what_the_readme_points_to_exists():
-    text = (ROOT / "README.md").read_text()
-    for path in re.findall(r"\]\((assets/[^)]+)\)|`(config/[a-z0-9_]+\.toml)`", text):
-        assert (ROOT / (path[0] or path[1])).is_file(), path
-    table = text[text.index("| paper |"):text.index("Shapes are at the end")]
-    tests = "\n".join(path.read_text() for path in ROOT.glob("test_*.py"))
+@pytest.mark.parametrize("words", commands(RESULTS), ids=" ".join)
+def test_commands_of_the_results_name_things_that_exist(words):
+    """Each experiment has tests of its own; here their flags and recipes are held."""
+    name, arguments = script_of(words)
+    path = ROOT / name.replace(".", "/")
+    assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), name
+    for argument in arguments:
+        if argument.startswith("config/"):
+            assert (ROOT / argument).is_file(), argument
+    flags = {argument.split("=")[0] for argument in arguments if argument.startswith("--")}
+    if flags:
+        known = re.findall(r"--\w+", help_of(name))
+        assert flags <= set(known), flags - set(known)
+
+
+@functools.cache
+def help_of(name: str) -> str:
+    package = (ROOT / name.replace(".", "/") / "__main__.py").is_file()
+    module = importlib.import_module(f"{name}.__main__" if package else name)
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
+        module.main(["--help"])
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("text", [README, RESULTS], ids=["README.md", "results/README.md"])
+def test_every_row_of_a_table_has_its_headers_cells(text):
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    tables = re.findall(r"(?:^\|.*\|[ ]*\n)+", text, flags=re.MULTILINE)
+    assert tables
+    for table in tables:
+        header, ruler, *rows = [line.strip().split("|") for line in table.strip().splitlines()]
+        assert set("".join(ruler)) <= set("-: "), table
+        assert rows, table
+        for row in rows:
+            assert len(row) == len(header) == len(ruler), "|".join(row)
+
+
+def decimals_in(value) -> list[float]:
+    """All numbers in a JSON value, however deep."""
+    if isinstance(value, dict):
+        return decimals_in(list(value.values()))
+    if isinstance(value, list):
+        return [number for part in value for number in decimals_in(part)]
+    return [value] if isinstance(value, float) else []
+
+
+@pytest.mark.parametrize("text", [README, RESULTS], ids=["README.md", "results/README.md"])
+def test_numbers_of_the_tables_are_in_the_json_that_they_come_from(text):
+    """A table below `<!-- numbers: FILE.json, ... -->` has no decimal that these files lack."""
+    marked = re.findall(r"<!-- numbers: (.*?) -->\n+((?:\|.*\n)+)", text)
+    assert marked
+    for files, table in marked:
+        known = []
+        for file in files.split(", "):
+            known += decimals_in(json.loads((ROOT / "results" / file).read_text()))
+        for number in re.findall(r"\d+\.\d+", table):
+            digits = len(number.split(".")[1])
+            rounded = {f"{abs(value):.{digits}f}" for value in known}
+            assert number in rounded, f"{number} in a table of {files}"
+
+
+def test_the_readme_is_short_enough_to_be_finished():
+    assert len(README.splitlines()) <= 250
+
+
+def test_what_the_readmes_point_to_exists():
+    for text, folder in ((README, ROOT), (RESULTS, ROOT / "results")):
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+            if "://" not in target:
+                assert (folder / target).exists(), target
+        for target in re.findall(r"`((?:config|experiments|results)/[\w./]+\.\w+)`", text):
+            assert (ROOT / target).exists(), target
+    headings = re.findall(r"^#+ (.*)$", RESULTS, flags=re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert set(re.findall(r"\(results/README\.md#([^)]+)\)", README)) <= anchors
+
+
+def test_equations_lead_to_code_and_tests():
+    table = README[README.index("| paper |") :]
+    table = table[: table.index("\n\n")]
+    tests = (ROOT / "test_model.py").read_text() + (ROOT / "tests" / "test_train.py").read_text()
     named = re.findall(r"`(test_\w+)`", table)
-    assert len(named) >= 20 and all(f"def {name}(" in tests for name in named)
-    code = "\n".join((ROOT / name).read_text() for name in ("model.py", "train.py"))
-    for name in re.findall(r"`(?:GPT|train)\.(\w+)`", table):
+    assert len(named) >= 12
+    for name in named:
+        assert f"def {name}(" in tests, name
+    code = (ROOT / "model.py").read_text() + (ROOT / "train.py").read_text()
+    for name in re.findall(r"`(?:GPT|train|KVCache)\.(\w+)`", table):
         assert f"def {name}(" in code, name
 
 
-def test_which_python_is_said_before_it_is_used():
-    before, _ = (ROOT / "README.md").read_text().split("`python` stands for `.venv/bin/python`")
-    assert not commands(before)
-
-
 def test_departures_from_the_paper_are_tagged_and_listed():
-    tags = sum((ROOT / name).read_text().count("DEVIATION:") for name in ("model.py", "train.py"))
-    text = (ROOT / "README.md").read_text()
-    part = text[text.index("Differences from the paper"):text.index("## The three modes")]
-    listed = re.findall(r"^- ", part, re.MULTILINE)
-    assert tags == len(listed) == 5
+    code = (ROOT / "model.py").read_text() + (ROOT / "train.py").read_text()
+    tags = code.count("DEVIATION:")
+    part = RESULTS[RESULTS.index("## Departures from the paper") :]
+    listed = re.findall(r"^- \*\*In the code\*\*", part, re.MULTILINE)
+    assert tags == len(listed) >= 5
+    assert "results/README.md#departures-from-the-paper" in README
