@@ -90,6 +90,8 @@ OUT_OF_MEMORY = (
     "can't allocate memory",  # the CPU's allocator
     "not enough memory",  # the same on Windows
     "Storage size calculation overflowed",  # more bytes than there are numbers for
+    "array is too big",  # NumPy's words for the same
+    "Maximum allowed dimension exceeded",
 )
 
 
@@ -98,7 +100,7 @@ def memory_for(flags: str):
     """Around work that may need more memory than there is: then a UserError names the `flags`."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, ValueError) as error:
         reason = str(error).split("\n")[0]
         known = any(words in str(error) for words in OUT_OF_MEMORY)
         if not (known or isinstance(error, (MemoryError, torch.OutOfMemoryError))):
