@@ -24,8 +24,7 @@ import train as trainer
 from harness.checkpoint import load_checkpoint, load_model, save_checkpoint
 from harness.configurator import UserError, parse
 from harness.data import load_meta, load_tokens
-from harness.machine import Processes
-from model import GPT, Fusion, GPTConfig
+from model import GPT, GPTConfig
 from train import Run, TrainConfig, learning_rate, make_optimizers, pass_count, train
 
 ROOT = Path(__file__).parents[1]
@@ -47,8 +46,8 @@ EVERYTHING = {
 def start(corpus, tmp_path, monkeypatch):
     """start(**settings) trains in tmp_path/run; with `signal_at`, SIGINT comes in that step."""
 
-    def go(signal_at=None, **settings):
-        config, shape = configs(corpus, **{"out_dir": tmp_path / "run"} | settings)
+    def go(signal_at=None, data_dir=corpus, out_dir=tmp_path / "run", **settings):
+        config, shape = configs(data_dir, out_dir, **settings)
         with monkeypatch.context() as patch:
             if signal_at is not None:
                 patch.setattr(Run, "train_step", signalling(Run.train_step, signal_at))
@@ -77,8 +76,8 @@ def command(corpus, out, **settings) -> list[str]:
 
 def flags_in(message: str) -> dict[str, str]:
     """The settings --name=value that a message recommends, as it writes them."""
-    words = shlex.split(message.replace(",", " ").replace(";", " ").replace("'", "").replace('"', ""))
-    return dict(re.findall(r"^--(\w+)=(.*?)\.?$", word)[0] for word in words if "=" in word[2:])
+    words = shlex.split(re.sub(r"[,;] ", " ", message))
+    return dict(re.findall(r"^--(\w+)=(.*?)[.,;]?$", word)[0] for word in words if "=" in word)
 
 
 def log(folder) -> list[dict]:
@@ -442,10 +441,10 @@ def test_another_length_is_refused_after_the_fact_and_each_way_out_works(
 
 
 def test_the_finish_line_recommends_what_works(start, tmp_path, capsys):
-    start(max_iters=4, eval_iters=0)
+    start(max_iters=8, eval_iters=0)
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("finished at step 4") and "--resume" not in line
-    assert start(max_iters=8, eval_iters=0, **flags_in(line))["finished"]
+    assert line.startswith("finished at step 8") and "--resume" not in line
+    assert start(max_iters=16, eval_iters=0, **flags_in(line))["finished"]
 
 
 def test_the_last_line_of_a_stopped_run_recommends_what_works(start, tmp_path, capsys):
@@ -728,7 +727,7 @@ def test_a_loss_that_is_not_finite_keeps_the_checkpoint_and_each_way_out_works(
     run = tmp_path / "run"
     before = (run / "ckpt.pt").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(GPT, "head", lambda self, h: h.new_tensor([math.nan]).expand(*h.shape[:2], 9))
+        patch.setattr(GPT, "head", lambda self, h: math.nan * F.linear(h, self.embedding.weight))
         with pytest.raises(UserError) as caught:
             start(max_iters=6, resume=True)
     message = str(caught.value)
@@ -824,12 +823,13 @@ def kept_bytes(forward) -> int:
 
 
 def test_recomputing_keeps_three_passes_in_the_memory_of_one(corpus, tmp_path):
-    sizes = {}
-    for k, recompute in ((1, False), (3, True), (3, False)):
+
+    def size(k: int, recompute: bool) -> int:
         this = Run(*configs(corpus, tmp_path, recompute=recompute, n_layer=4))
         idx, targets = this.batch(0, 0)
-        sizes[k, recompute] = kept_bytes(lambda this=this, k=k: this.model(idx, targets, k))
-    assert sizes[3, True] < 1.3 * sizes[1, False] < 0.6 * sizes[3, False]
+        return kept_bytes(lambda: this.model(idx, targets, k))
+
+    assert size(3, True) < 1.3 * size(1, False) < 0.6 * size(3, False)
 
 
 # Signals and the terminal
@@ -936,7 +936,11 @@ def test_kill_9_leaves_a_checkpoint_that_loads_and_a_run_that_resumes(corpus, tm
 
 @pytest.mark.parametrize(
     "wrong, words",
-    [({"learning_rte": "1e-3"}, "learning_rate"), ({"n_head": 3}, "n_embd"), ({"lambda": "x"}, "lambda")],
+    [
+        ({"learning_rte": "1e-3"}, "learning_rate"),
+        ({"n_head": 3}, "n_embd"),
+        ({"lambda": "x"}, "lambda"),
+    ],
 )
 def test_users_mistakes_name_the_setting_and_leave_nothing(corpus, tmp_path, wrong, words):
     with pytest.raises(UserError, match=words):
@@ -945,17 +949,11 @@ def test_users_mistakes_name_the_setting_and_leave_nothing(corpus, tmp_path, wro
 
 
 def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
-    for more, words in (({}, [str(tmp_path / "data"), "prepare.py"]), ({"LOCAL_RANK": "1"}, ["unset"])):
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "train.py")],
-            cwd=tmp_path,
-            env=environment | more,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-        assert all(word in done.stderr for word in words), done.stderr
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py")], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert str(tmp_path / "data") in done.stderr and "prepare.py" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -980,34 +978,128 @@ def test_every_recipe_is_valid(recipe):
 # Several processes
 
 JOBS = """
-import json, sys, torch, torch._dynamo, train
+import json, signal, sys
+import torch, train
 from harness.configurator import UserError
-from harness.runlog import locked
-from pathlib import Path
 
 def compile_blocks(blocks, device):
     for block in blocks:
         block.compile(backend="eager")
     return True
 
-def stop_after(n):
-    def step(self, train_step=train.Run.train_step):
-        entry = train_step(self)
-        if entry["step"] == n:
-            self.config.__dict__["max_iters"] = n  # as if it ended here, in the middle of a run
-        return entry
-    return step
-
 train.compile_blocks = compile_blocks
 train_step, save = train.Run.train_step, train.Run.save
 for job in json.load(open(sys.argv[1])):
-    train.Run.train_step = stop_after(job["stop"]) if job["stop"] else train_step
+    def step(self):
+        if self.processes.rank == 0 and self.counters["step"] + 1 == job["signal_at"]:
+            signal.raise_signal(signal.SIGINT)  # one process gets it, and both stop
+        return train_step(self)
     def saving(self):
-        torch.save(self.model.state_dict(), job["ranks"] % self.processes.rank)
+        torch.save(self.model.state_dict(), job["weights"] % self.processes.rank)
         save(self)
-    train.Run.save = saving
+    train.Run.train_step, train.Run.save = step, saving
     try:
-        train.main(job["words"])
+        print("exit code", train.main(job["words"]))
     except UserError as error:
-        print(f"refused: {error}", flush=True)
+        print("refused:", error)
 """
+TWO = EVERYTHING | {"dropout": 0.0}  # of four micro-batches per step
+
+
+@pytest.fixture(scope="session")
+def two_processes(corpus, tmp_path_factory) -> Path:
+    """A folder of runs by two processes, which also wrote what they printed to 0.txt and 1.txt."""
+    folder = tmp_path_factory.mktemp("two")
+    runs = {
+        "two": TWO,
+        "compiled": TWO | {"compile": True, "recompute": True},
+        "single_passes": TWO | {"pass_mix": (1.0,), "max_iters": 3},
+        "half": EVERYTHING | {"grad_accum": 1, "signal_at": 5},
+        "locked": TWO,
+    }
+    jobs = []
+    for name, settings in runs.items():
+        settings = dict(settings, pass_mix=",".join(map(str, settings["pass_mix"])))
+        signal_at = settings.pop("signal_at", None)
+        words = command(corpus, folder / name, **settings)[2:]
+        weights = str(folder / f"{name}%d.pt")
+        jobs.append({"words": words, "signal_at": signal_at, "weights": weights})
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    (folder / "script.py").write_text(JOBS)
+    (folder / "locked").mkdir()
+    with FileLock(folder / "locked" / "lock", timeout=0):
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+            + ["--log-dir", str(folder), "--redirects=3", str(folder / "script.py")]
+            + [str(folder / "jobs.json")],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+    output = "".join(file.read_text() for file in sorted(folder.glob("**/std*.log")))
+    assert done.returncode == 0, done.stderr + output
+    (folder / "output.txt").write_text(output)
+    return folder
+
+
+def weights_of(folder: Path, name: str) -> list[dict]:
+    """The weights that each of the two processes had when it saved last."""
+    return [torch.load(folder / f"{name}{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+def test_two_processes_equal_one_with_twice_the_micro_batches(start, two_processes, tmp_path):
+    start(**TWO | {"grad_accum": 4})
+    one, two = load_checkpoint(tmp_path / "run"), load_checkpoint(two_processes / "two")
+    ranks = weights_of(two_processes, "two")
+    assert same_tensors(*ranks) and same_tensors(ranks[0], two["model"])
+    assert one["tokens"] == two["tokens"] and two["micro_batches"] == 4
+    for name, weight in one["model"].items():
+        assert torch.allclose(weight, two["model"][name], atol=1e-5), name
+    for ours, theirs in zip(log(tmp_path / "run"), log(two_processes / "two"), strict=True):
+        assert ours["step"] == theirs["step"]
+        for field in ("losses", "val_losses"):
+            assert ours.get(field, []) == pytest.approx(theirs.get(field, []), abs=1e-4)
+
+
+def test_two_processes_compile_and_recompute_under_ddp(two_processes):
+    compiled = load_checkpoint(two_processes / "compiled")["model"]
+    eager = load_checkpoint(two_processes / "two")["model"]
+    assert same_tensors(*weights_of(two_processes, "compiled"))
+    assert compiled.keys() == eager.keys()
+    for name, weight in eager.items():
+        assert torch.allclose(weight, compiled[name], atol=1e-5), name
+
+
+def test_single_passes_under_ddp_leave_the_fusion_as_it_was(start, two_processes, tmp_path):
+    start(pass_mix=(1.0,), max_iters=0)
+    fresh = load_checkpoint(tmp_path / "run")["model"]
+    trained = load_checkpoint(two_processes / "single_passes")["model"]
+    for name in fresh:
+        assert torch.equal(fresh[name], trained[name]) == name.startswith("fusion."), name
+
+
+def test_the_batch_belongs_to_the_run_whatever_number_of_processes_resumes_it(
+    start, two_processes, whole_run, copy_of
+):
+    """Five steps of 2 processes x 1, then five of 1 x 2: to the last bit ten of 1 x 2."""
+    run = copy_of(two_processes / "half")
+    assert load_checkpoint(run)["step"] == 5
+    message = resumed(start, **EVERYTHING | {"grad_accum": 1})
+    assert "2 micro-batches" in message and "1 processes x --grad_accum=1" in message
+    assert flags_in(message.split("give ")[1]) == {"grad_accum": "2"}
+    assert start(**EVERYTHING | {"grad_accum": 2}, resume=True)["finished"]
+    assert_same_run(whole_run, run)
+
+
+def test_a_batch_that_processes_cannot_share_says_what_to_start():
+    saved = {"micro_batches": 3}
+    with pytest.raises(UserError, match="start 3 processes, or one with --grad_accum=3"):
+        trainer.check_continues(TrainConfig(), saved, n_processes=2)
+
+
+def test_all_processes_learn_of_a_locked_folder_and_one_signal_stops_all(two_processes):
+    output = (two_processes / "output.txt").read_text()
+    assert output.count("refused: another process is training in") == 1
+    assert output.count("is not free, as the first process says") == 1
+    assert output.count("exit code 130") == 2 and output.count("exit code 0") == 6
