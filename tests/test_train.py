@@ -980,7 +980,13 @@ def test_every_recipe_is_valid(recipe):
 JOBS = """
 import json, signal, sys
 import torch, train
+import torch.distributed as dist
 from harness.configurator import UserError
+
+# One group serves all jobs: making another one of the same processes is not reliable.
+init_once = dist.init_process_group
+dist.init_process_group = lambda backend: dist.is_initialized() or init_once(backend)
+dist.destroy_process_group = lambda: None
 
 def compile_blocks(blocks, device):
     for block in blocks:
@@ -1038,7 +1044,7 @@ def two_processes(corpus, tmp_path_factory) -> Path:
             timeout=900,
         )
     output = "".join(file.read_text() for file in sorted(folder.glob("**/std*.log")))
-    assert done.returncode == 0, done.stderr + output
+    assert done.returncode == 0, output[-3000:]
     (folder / "output.txt").write_text(output)
     return folder
 
