@@ -9,6 +9,7 @@ within a turn, so that a machine which slows down meanwhile changes little. Wall
 Close other programs: on a busy CPU several threads wait for each other (--threads=1).
 """
 
+import copy
 import json
 import math
 import time
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from harness.checkpoint import load_model
 from harness.configurator import UserError, parse, run, setting
-from harness.machine import compiled, pick_device
+from harness.machine import compile_blocks, pick_device
 from model import GPT, Feedback, GPTConfig, KVCache, Mode, greedy, objective
 from train import TrainConfig, make_optimizers
 
@@ -121,8 +122,8 @@ def training(model: GPT, settings: Settings, device: torch.device) -> Iterator[t
            "of that rate: the model's own matrix products alone, which bound the step")
     for k in passes[1:]:
         yield f"step_{k}_passes", ratio(seconds, f"step {k}", "step 1") / k, f"a {k}-pass step over {k} of one pass"
-    fast = compiled(model, device) if settings.compile else model
-    if fast is not model:
+    fast = copy.deepcopy(model)
+    if settings.compile and compile_blocks(fast.blocks, device):
         seconds = turns({"eager": partial(step, 1, model), "fast": partial(step, 1, fast)}, settings.rounds, device)
         yield "compiled_step", ratio(seconds, "fast", "eager"), "a single-pass step under torch.compile over eager"
     what = "peak" if device.type == "cuda" else "weights, AdamW's moments, and what the backward needs"

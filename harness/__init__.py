@@ -1,1 +1,1 @@
-"""What every script needs and no paper is about: settings, data, checkpoints, logs, the machine."""
+"""What every script needs and no paper is about: settings, the machine, checkpoints, logs, data."""

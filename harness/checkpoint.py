@@ -1,8 +1,10 @@
 """Checkpoints: one file that holds all of a run, and the weights it can give to a model.
 
-A checkpoint is a dict of tensors, numbers, strings, lists and dicts, so that it loads with weights_only=True.
+A checkpoint is a dict of tensors, numbers, strings, lists and dicts, so that it loads with
+weights_only=True. Whoever loads one goes through `load_checkpoint`, which checks all of it.
 """
 
+import dataclasses
 import os
 import pickle
 import shlex
@@ -12,60 +14,190 @@ import zlib
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from harness.configurator import UserError, key
 from model import GPT, GPTConfig
 
 FORMAT = "nanofbt-1"
-FREE_ON_RESUME = {"resume", "overwrite", "out_dir", "data_dir", "init_from", "max_iters", "eval_interval", "eval_iters",
-                  "eval_passes", "log_interval", "device", "compile"}  # what a resumed run may set anew
+
+# What using the model needs, and what resuming its run needs besides.
+MODEL_KEYS = (
+    "model_config", "tokenizer", "train_config", "dataset", "model", "step", "feedback_steps",
+)
+RUN_KEYS = (
+    "optimizers", "scaler", "micro_batches", "tokens", "compute_tokens", "seconds", "val_losses",
+    "val_step",
+)
+
+# What a resumed run may set anew. Two more are compared in their own way: grad_accum, whose product
+# with the number of processes counts, and max_iters, on which the schedule depends.
+FREE_ON_RESUME = {
+    "resume", "overwrite", "out_dir", "data_dir", "init_from", "max_iters", "eval_interval",
+    "eval_iters", "eval_passes", "log_interval", "device", "compile", "recompute",
+}
+
+# --------------------------------------------------------------------------------------------------
+# Writing
 
 
 def save_checkpoint(folder: Path, checkpoint: dict) -> None:
-    """Writes folder/ckpt.pt whole or not at all, over the one before. UserError when the disk does not take it."""
-    checkpoint = {"format": FORMAT} | checkpoint
-    temporary = folder / "ckpt.pt.tmp"  # one fixed name: what a killed process leaves is written over by the next save
+    """Writes folder/ckpt.pt whole or not at all, over the one before.
+
+    UserError when the disk does not take it.
+    """
+    # One fixed name: what a killed process leaves is written over by the next save.
+    temporary = folder / "ckpt.pt.tmp"
     try:
         with open(temporary, "wb") as file:
-            torch.save(checkpoint, file)
+            torch.save({"format": FORMAT} | checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, folder / "ckpt.pt")
-    except (OSError, RuntimeError) as error:  # a full disk is an OSError, over which torch.save raises a RuntimeError
+    except (OSError, RuntimeError) as error:
+        # A full disk is an OSError, over which torch.save raises a RuntimeError.
         reason = str(error.__context__ or error).split("\n")[0]
-        raise UserError(f"{folder}/ckpt.pt cannot be written ({reason}); the one before, if any, is kept") from None
+        raise UserError(
+            f"{folder}/ckpt.pt cannot be written ({reason}); the one before, if any, is kept"
+        ) from None
     finally:
         temporary.unlink(missing_ok=True)
 
 
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+
 def known_runs() -> str:
     """The folders under out/ that hold a checkpoint, for messages."""
-    return ", ".join(sorted(str(file.parent) for file in Path("out").glob("**/ckpt.pt"))) or "none under out/"
+    folders = sorted(str(file.parent) for file in Path("out").glob("**/ckpt.pt"))
+    return ", ".join(folders) or "none under out/"
 
 
 def load_checkpoint(path: str | Path) -> dict:
-    """What `save_checkpoint` wrote, on the CPU; path is the file or its folder. UserError for anything else."""
-    file = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
-    if not file.is_file():
-        where = "" if file.is_absolute() else f" (in {Path.cwd()})"
-        raise UserError(f"no checkpoint at {file}{where}; there are: {known_runs()}. "
-                        "Train one, without --resume: python train.py config/demo.toml")
-    try:
-        with zipfile.ZipFile(file) as archive:  # what torch.save writes, with checksums that torch.load ignores
-            whole = archive.testzip() is None
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True) if whole else None
-    except (OSError, RuntimeError, EOFError, ValueError, LookupError, zipfile.BadZipFile, zlib.error, struct.error,
-            pickle.UnpicklingError):
-        checkpoint = None
-    if checkpoint is None:
-        raise UserError(f"{file} ({file.stat().st_size} bytes) is no checkpoint: empty, cut short, damaged, or another "
-                        f"kind of file; there are: {known_runs()}")
+    """What `save_checkpoint` wrote, on the CPU; path is the file or its folder.
+
+    UserError for anything else: another kind of file, a damaged one, one that other code wrote, or
+    weights that are not finite.
+    """
+    file = find_checkpoint(path)
+    checkpoint = read_checkpoint(file)
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
-        raise UserError(f"{file} is a PyTorch file, but not a checkpoint of train.py; there are: {known_runs()}")
+        raise UserError(
+            f"{file} is a PyTorch file, but not a checkpoint of train.py; found: {known_runs()}"
+        )
+    check_checkpoint(file, checkpoint)
     return checkpoint
 
 
-def load_model(path: str | Path, device: str = "cpu") -> tuple[GPT, dict]:
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint's file, given that or its folder. UserError where there is none."""
+    try:
+        file = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
+        found = file.is_file()
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise UserError(f"{str(path)[:80]}: no checkpoint can be there: {error.strerror}") from None
+    if not found:
+        where = "" if file.is_absolute() else f" (in {Path.cwd()})"
+        raise UserError(
+            f"no checkpoint at {file}{where}; found: {known_runs()}. "
+            "Train one, without --resume: python train.py config/demo.toml"
+        )
+    return file
+
+
+def read_checkpoint(file: Path):
+    """What is in the file, whatever it is. UserError where it is damaged or not PyTorch's."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            # What torch.save writes has checksums, which torch.load ignores.
+            if archive.testzip() is None:
+                return torch.load(file, map_location="cpu", weights_only=True)
+    except PermissionError as error:
+        reason = error.strerror
+        raise UserError(f"{file} cannot be read ({reason}): give yourself the right") from None
+    except (
+        OSError, RuntimeError, EOFError, ValueError, LookupError, zipfile.BadZipFile, zlib.error,
+        struct.error, pickle.UnpicklingError,
+    ):
+        pass  # what a damaged archive or pickle may raise; the answer is the same
+    raise UserError(
+        f"{file} ({file.stat().st_size} bytes) is not a checkpoint: empty, cut short, damaged, or "
+        f"another kind of file; found: {known_runs()}"
+    )
+
+
+def differences(theirs, ours) -> str:
+    """'lacks a, b; has c besides' of two sets of names, '' where they are equal."""
+    lacking = sorted(set(ours) - set(theirs))
+    surplus = sorted(set(theirs) - set(ours))
+    parts = []
+    if lacking:
+        parts.append(f"lacks {', '.join(lacking)}")
+    if surplus:
+        parts.append(f"has {', '.join(surplus)} besides")
+    return "; ".join(parts)
+
+
+def other_code(file: Path | str, what: str) -> UserError:
+    """The complaint about a checkpoint whose content is not what this code would have written."""
+    return UserError(
+        f"{file} was made by another version of the code: {what}; "
+        "use the code that made it, or train anew"
+    )
+
+
+def check_checkpoint(file: Path, checkpoint: dict) -> None:
+    """UserError where keys, config fields, or the weights' names and shapes are not this code's.
+
+    A field that is missing is not filled in: today's default need not be what it was trained with.
+    """
+    lacking = [name for name in MODEL_KEYS if name not in checkpoint]
+    if lacking:
+        raise other_code(file, f"it lacks {', '.join(lacking)}")
+    fields = [field.name for field in dataclasses.fields(GPTConfig)]
+    unlike = differences(checkpoint["model_config"], fields)
+    if unlike:
+        raise other_code(file, f"model_config {unlike}")
+    try:
+        config = GPTConfig(**checkpoint["model_config"])
+    except (ValueError, TypeError) as error:
+        raise other_code(file, f"its model_config cannot be built ({error})") from None
+    with torch.device("meta"):  # names and shapes alone: no memory, no random numbers
+        expected = GPT(config).state_dict()
+    check_weights(file, checkpoint["model"], expected)
+
+
+def check_weights(file: Path, weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """UserError unless the weights have the expected names and shapes, and are finite."""
+    unlike = differences(weights, expected)
+    if unlike:
+        raise other_code(file, f"its model {unlike}")
+    for name, weight in weights.items():
+        if weight.shape != expected[name].shape:
+            theirs, ours = tuple(weight.shape), tuple(expected[name].shape)
+            raise other_code(file, f"{name} has shape {theirs}, and here {ours}")
+    wrong = not_finite(weights)
+    if wrong:
+        raise UserError(
+            f"{file}: {wrong} has weights that are not finite; "
+            "train anew, with --overwrite and a smaller --learning_rate"
+        )
+
+
+def not_finite(weights: dict[str, Tensor]) -> str:
+    """The name of the first weight with a number that is not finite, '' where all are."""
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            return name
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------
+# Using
+
+
+def load_model(path: str | Path, device: str | torch.device = "cpu") -> tuple[GPT, dict]:
     """The checkpoint's model, in eval mode on `device`, and the checkpoint."""
     checkpoint = load_checkpoint(path)
     model = GPT(GPTConfig(**checkpoint["model_config"]))
@@ -78,33 +210,72 @@ def without_feedback(path: str, checkpoint: dict) -> str:
     has_fusion = checkpoint["model_config"]["fusion"] != "none"
     if has_fusion and checkpoint["feedback_steps"]:
         return ""
-    return (f"{path} never trained latent feedback; train it on: python train.py CONFIG.toml --out_dir=out/NEW "
-            f"--init_from={shlex.quote(str(path))} --pass_mix=0,0,1{'' if has_fusion else ' --fusion=gated'}")
+    fusion = "" if has_fusion else " --fusion=gated"
+    return (
+        f"{path} never trained latent feedback; continue with: python train.py CONFIG.toml "
+        f"--out_dir=out/NEW --init_from={shlex.quote(str(path))} --pass_mix=0,0,1{fusion}"
+    )
 
 
 def initial_weights(model: GPT, path: str, tokenizer: dict) -> None:
-    """Takes another run's weights; a fusion it lacks stays as initialised. UserError where the two do not fit."""
+    """Takes another run's weights; a fusion that it lacks stays as initialised.
+
+    UserError where the two do not fit. No other weight may be missing: it would stay random.
+    """
     checkpoint = load_checkpoint(path)
-    for name, theirs in checkpoint["model_config"].items():
-        ours = getattr(model.config, name)
-        if ours != theirs and name not in ("block_size", "dropout", "fusion", "vocab_size"):
-            raise UserError(f"--init_from={path}: {name} is {theirs} there and {ours} here; give --{name}={theirs}")
+    may_differ = ("block_size", "dropout", "fusion", "vocab_size")
+    theirs = checkpoint["model_config"]
+    unlike = [
+        name
+        for name, value in theirs.items()
+        if name not in may_differ and value != getattr(model.config, name)
+    ]
+    if unlike:
+        there = ", ".join(f"{name} is {theirs[name]}" for name in unlike)
+        here = ", ".join(f"{getattr(model.config, name)}" for name in unlike)
+        flags = " ".join(f"--{name}={theirs[name]}" for name in unlike)
+        raise UserError(f"--init_from={path}: {there} there and {here} here; give {flags}")
     if checkpoint["tokenizer"] != tokenizer:
-        raise UserError(f"--init_from={path}: it has another tokenizer than the dataset; prepare that with its symbols")
+        raise UserError(
+            f"--init_from={path}: its tokenizer is not that of the dataset; train on data prepared "
+            f"with the same one, such as its own, --dataset={checkpoint['train_config']['dataset']}"
+        )
     weights = checkpoint["model"]
-    if checkpoint["model_config"]["fusion"] != model.config.fusion:
-        weights = {name: weight for name, weight in weights.items() if not name.startswith("fusion.")}
+    if theirs["fusion"] != model.config.fusion:
+        weights = {name: w for name, w in weights.items() if not name.startswith("fusion.")}
     model.load_state_dict(model.state_dict() | weights)
 
 
 def check_same_run(saved: dict, identity: dict, folder: Path) -> None:
-    """UserError where the run in `folder` is not the one that these settings and this dataset describe."""
-    if any(saved["dataset"][name] != identity["dataset"][name] for name in ("sha256", "tokenizer", "train_tokens")):
-        raise UserError(f"--resume: the dataset was prepared otherwise since {folder} began; prepare the same text, "
-                        "or start anew with --overwrite")
+    """UserError where the run in `folder` is not the one that these settings and data describe.
+
+    identity: what `Run` would save of itself: its configs, dataset and micro_batches per step.
+    """
+    lacking = [name for name in RUN_KEYS if name not in saved]
+    if lacking:
+        raise other_code(f"{folder}/ckpt.pt", f"it lacks {', '.join(lacking)}")
+    unlike = differences(saved["train_config"].keys() - FREE_ON_RESUME,
+                         identity["train_config"].keys() - FREE_ON_RESUME)  # fmt: skip
+    if unlike:
+        raise other_code(f"{folder}/ckpt.pt", f"train_config {unlike}")
+    for name in ("sha256", "tokenizer", "train_tokens"):
+        if saved["dataset"].get(name) != identity["dataset"].get(name):
+            raise UserError(
+                f"--resume: the text of the dataset has changed since {folder} began; "
+                "start anew with --overwrite in place of --resume, or prepare the same text again"
+            )
     for part in ("model_config", "train_config"):
         for name, theirs in saved[part].items():
-            ours = identity[part][name]
-            if ours != theirs and name not in FREE_ON_RESUME:
-                raise UserError(f"--resume: {key(name)} is {theirs} in {folder} and {ours} here; give the settings it "
-                                f"began with (--{key(name)}={theirs}), or start anew with --overwrite")
+            ours = identity[part].get(name)
+            if ours != theirs and name not in FREE_ON_RESUME | {"grad_accum"}:
+                flag = key(name)
+                raise UserError(
+                    f"--resume: {flag} is {theirs} in {folder} and {ours} here; give the setting "
+                    f"it began with, --{flag}={flag_value(theirs)}, or start anew with --overwrite "
+                    "in place of --resume"
+                )
+
+
+def flag_value(value) -> str:
+    """A setting's value as it is typed after its flag."""
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

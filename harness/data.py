@@ -19,7 +19,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def save_dataset(folder: Path, files: dict[str, bytes]) -> None:
-    """Writes all of `files` under temporary names, then moves them into place in their order; OSError."""
+    """Writes all of `files` under temporary names, then moves them into place in order; OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = {folder / name: folder / f".{name}.{os.getpid()}.tmp" for name in files}
     try:
@@ -36,40 +36,71 @@ def save_dataset(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def load_meta(folder: Path) -> dict:
-    """meta.json, checked against the .bin files beside it; UserError says how to prepare what is missing or damaged."""
-    name = shlex.quote(folder.name)
-    place = "" if folder.parent == Path("data") else f" --data_dir={shlex.quote(str(folder.parent))}"
-    again = (f"run: python prepare.py {name}{place}, or for a text of your own: "
-             f"python prepare.py --input=FILE --name={name}{place}")
+    """meta.json, checked against the .bin files beside it.
+
+    UserError says how to prepare what is missing or damaged.
+    """
     try:
-        meta = json.loads((folder / "meta.json").read_bytes())
-        spec, vocab_size, dtype = meta["tokenizer"], meta["vocab_size"], token_dtype(meta["vocab_size"])
-        n_symbols = vocab_size if spec["kind"] == "gpt2" else make_tokenizer(spec).vocab_size
-        if (n_symbols, dtype.name) != (vocab_size, meta["dtype"]):
-            raise ValueError(f"{n_symbols} symbols, but vocab_size={vocab_size} and dtype={meta['dtype']}")
-        for split in ("train", "val"):
-            path, wanted = folder / f"{split}.bin", meta[f"{split}_tokens"] * dtype.itemsize
-            size = path.stat().st_size if path.is_file() else 0
-            if not 0 < wanted == size:
-                raise ValueError(f"{path.name} is missing or has {size} bytes where {wanted} should be")
+        return check_meta(folder)
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"no prepared data at {folder.absolute()}; {again}") from None
+        problem = f"no prepared data at {folder.absolute()}"
     except (OSError, UserError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"damaged data at {folder.absolute()} ({type(error).__name__}: {error}); {again}") from None
+        problem = f"damaged data at {folder.absolute()} ({type(error).__name__}: {error})"
+    name = shlex.quote(folder.name)
+    where = ""
+    if folder.parent != Path("data"):
+        where = f" --data_dir={shlex.quote(str(folder.parent))}"
+    raise UserError(
+        f"{problem}; run: python prepare.py {name}{where}, or for a text of your own: "
+        f"python prepare.py --input=FILE --name={name}{where}"
+    )
+
+
+def check_meta(folder: Path) -> dict:
+    """meta.json as it is; an error of any kind where it and the .bin files do not agree."""
+    meta = json.loads((folder / "meta.json").read_bytes())
+    tokenizer = meta["tokenizer"]
+    vocab_size = meta["vocab_size"]
+    dtype = token_dtype(vocab_size)
+    n_symbols = vocab_size  # GPT-2's is not loaded for this: it may need the network
+    if tokenizer["kind"] != "gpt2":
+        n_symbols = make_tokenizer(tokenizer).vocab_size
+    if n_symbols != vocab_size or dtype.name != meta["dtype"]:
+        stated = f"vocab_size={vocab_size} and dtype={meta['dtype']}"
+        raise ValueError(f"{n_symbols} symbols, but {stated}")
+    for split in ("train", "val"):
+        path = folder / f"{split}.bin"
+        wanted = meta[f"{split}_tokens"] * dtype.itemsize
+        size = path.stat().st_size if path.is_file() else 0
+        if size != wanted or size == 0:
+            raise ValueError(
+                f"{path.name} is missing or has {size} bytes where {wanted} should be"
+            )
     return meta
 
 
 def load_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
-    """The tokens of `split`, "train" or "val", read-only, (N,); they stay on disk until they are used."""
-    return np.memmap(folder / f"{split}.bin", token_dtype(meta["vocab_size"]), mode="r")
+    """The tokens of `split`, "train" or "val", read-only, (N,).
+
+    They stay on disk until they are used. UserError where they may not be read.
+    """
+    path = folder / f"{split}.bin"
+    try:
+        return np.memmap(path, token_dtype(meta["vocab_size"]), mode="r")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def even_starts(tokens: np.ndarray, n_windows: int, block_size: int) -> np.ndarray:
-    """Where n_windows evenly spaced windows of a split begin; fewer where it is too short for as many."""
+    """Where n_windows evenly spaced windows of a split begin; fewer where it is short."""
+    n_windows = min(n_windows, len(tokens) - block_size)  # at every token begins one at most
     return np.unique(np.linspace(0, len(tokens) - block_size - 1, n_windows).astype(np.int64))
 
 
-def windows(tokens: np.ndarray, starts: np.ndarray, block_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and next tokens, each (B, block_size), of the windows that begin at starts (B,)."""
-    rows = torch.from_numpy(tokens[starts[:, None] + np.arange(block_size + 1)].astype(np.int64)).to(device)
+def windows(
+    tokens: np.ndarray, starts: np.ndarray, block_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Tokens and next tokens, (B, block_size) each, of the windows that begin at starts (B,)."""
+    positions = starts[:, None] + np.arange(block_size + 1)  # (B, block_size + 1)
+    rows = torch.from_numpy(tokens[positions].astype(np.int64)).to(device)
     return rows[:, :-1], rows[:, 1:]

@@ -1,10 +1,12 @@
-"""The machine a run uses: its device, number format, compiler, signals and processes."""
+"""The machine that a run uses: its device, number format, compiler, memory, signals, processes."""
 
 import contextlib
 import os
 import signal
 import sys
+import threading
 import warnings
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -12,53 +14,125 @@ from torch import Tensor, nn
 
 from harness.configurator import UserError
 
+# --------------------------------------------------------------------------------------------------
+# Device and number format
+
 
 def pick_device(name: str) -> torch.device:
-    """The device, `auto` being the fastest that exists. UserError when there is no such device."""
+    """The device; `auto` is the fastest that exists. UserError when there is no such device."""
     if name == "cpu":  # a CPU run asks nothing of CUDA
         return torch.device("cpu")
-    have = (["cuda"] if torch.cuda.is_available() else []) + (["mps"] if torch.backends.mps.is_available() else [])
+    have = []
+    if torch.cuda.is_available():
+        have.append("cuda")
+    if torch.backends.mps.is_available():
+        have.append("mps")
     have.append("cpu")
-    kind, _, index = name.partition(":")
-    wrong_index = index and not (kind == "cuda" and index.isdigit() and int(index) < torch.cuda.device_count())
-    if name != "auto" and (kind not in have or wrong_index):
+    if name == "auto":
+        return torch.device(have[0])
+    kind, colon, index = name.partition(":")
+    index_exists = kind == "cuda" and index.isdigit() and int(index) < torch.cuda.device_count()
+    if kind not in have or (colon and not index_exists):
         raise UserError(f"--device={name}: this machine has {', '.join(have)}")
-    return torch.device(have[0] if name == "auto" else name)
+    return torch.device(name)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of the matrix products; auto: bfloat16 on a GPU that has it, float16 on an older one, else float32."""
+    """The dtype of the matrix products.
+
+    auto: bfloat16 on a GPU that has it, float16 on an older one, float32 elsewhere.
+    """
     if name == "float16" and device.type != "cuda":
-        raise UserError(f"--dtype=float16 needs cuda, for its loss scaling; on {device.type} use bfloat16 or float32")
+        raise UserError(
+            "--dtype=float16 needs cuda, for its loss scaling; "
+            f"on {device.type} use bfloat16 or float32"
+        )
     if name == "auto":
-        on_cuda = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float16"
-        name = on_cuda if device.type == "cuda" else "float32"
+        name = "float32"
+        if device.type == "cuda":
+            # PyTorch emulates bfloat16 on GPUs that lack it, many times slower than float16.
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+            name = "bfloat16" if native else "float16"
     if name != "float32":  # under autocast RMSNorm's gain is float32, which is meant
-        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
+        mismatch = "Mismatch dtype between input and weight"
+        warnings.filterwarnings("ignore", mismatch, UserWarning)
     return getattr(torch, name)
 
 
-def compiled(model: nn.Module, device: torch.device) -> nn.Module:
-    """torch.compile(model), or the model itself, with a notice, where the machine has no compiler."""
+# --------------------------------------------------------------------------------------------------
+# Compiler
+
+
+def compile_blocks(blocks: Iterable[nn.Module], device: torch.device) -> bool:
+    """Compiles each block in place -> whether it did; a notice where the machine has no compiler.
+
+    One graph serves all blocks of the same settings, whatever the number of passes around them:
+    compiling the whole step would need one for each number of passes, with and without mixin.
+    The modules stay what they are, so the names of their weights do not change.
+    """
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
-    except RuntimeError as error:  # what every failure of the compiler's back end derives from
-        print(f"--compile: no working compiler here ({type(error).__name__}); going on in eager", file=sys.stderr)
-        return model
-    return torch.compile(model)
+    except (RuntimeError, OSError) as error:  # no compiler; a cache folder that cannot be written
+        reason = type(error).__name__
+        notice = f"--compile: no working compiler here ({reason}); continuing in eager"
+        print(notice, file=sys.stderr)
+        return False
+    for block in blocks:
+        block.compile()
+    return True
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory
+
+OUT_OF_MEMORY = (
+    "out of memory",  # CUDA and MPS
+    "can't allocate memory",  # the CPU's allocator
+    "not enough memory",  # the same on Windows
+    "Storage size calculation overflowed",  # more bytes than there are numbers for
+    "array is too big",  # NumPy's words for the same
+    "Maximum allowed dimension exceeded",
+)
+
+
+@contextlib.contextmanager
+def memory_for(flags: str):
+    """Around work that may need more memory than there is: then a UserError names the `flags`."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        known = any(words in str(error) for words in OUT_OF_MEMORY)
+        if not (known or isinstance(error, (MemoryError, torch.OutOfMemoryError))):
+            raise
+        raise UserError(f"out of memory ({reason}); lower {flags}") from None
+
+
+# --------------------------------------------------------------------------------------------------
+# Signals
 
 
 @contextlib.contextmanager
 def stop_on_signals():
-    """Yields a list that is non-empty once SIGINT or SIGTERM came; a second signal interrupts at once."""
-    came = []
+    """Yields a list that is non-empty once SIGINT, SIGTERM or SIGHUP came.
+
+    The same signal again interrupts at once, except SIGHUP, which a closing terminal sends twice.
+    (torchrun sends SIGTERM after a Ctrl-C; that is another signal, and the first still holds.)
+    """
+    came: list[int] = []
 
     def handler(number, frame):
-        if came:
+        if number in came and number != hangup:
             raise KeyboardInterrupt
         came.append(number)
 
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+    if hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN:
+        numbers.append(hangup)  # under nohup it is ignored, and stays so
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # Python allows handlers in the main thread alone
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield came
     finally:
@@ -66,20 +140,64 @@ def stop_on_signals():
             signal.signal(number, old)
 
 
+# --------------------------------------------------------------------------------------------------
+# Processes
+
+IN_A_GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets all
+
+
+def group_from_environment() -> tuple[int, int, int]:
+    """(rank, local rank, size) of this process; (0, 0, 1) where no launcher set the variables.
+
+    UserError for a part of them: a leftover `RANK=1` would make a run that saves nothing.
+    """
+    numbers = [name for name in IN_A_GROUP[:3] if name in os.environ]
+    if not numbers:  # an address without a rank is a setting of the cluster, and starts no group
+        return 0, 0, 1
+    missing = [name for name in IN_A_GROUP if name not in os.environ]
+    given = ", ".join(f"{name}={os.environ[name]}" for name in numbers)
+    way_out = f"start with torchrun, or unset {' '.join(numbers)}"
+    if missing:
+        what = "is" if len(missing) == 1 else "are"
+        raise UserError(
+            f"{given} in the environment, but {', '.join(missing)} {what} missing: {way_out}"
+        )
+    try:
+        rank, local_rank, size = (int(os.environ[name]) for name in IN_A_GROUP[:3])
+    except ValueError:
+        raise UserError(f"{given} in the environment must be whole numbers: {way_out}") from None
+    if not (0 <= rank < size and 0 <= local_rank < size):
+        raise UserError(f"{given} in the environment: ranks must be below WORLD_SIZE: {way_out}")
+    return rank, local_rank, size
+
+
 class Processes:
-    """The processes of a run that torchrun started, or the one of an ordinary run."""
+    """The processes of a run that torchrun started, or the one of an ordinary run.
+
+    `device` is this process's own. Close it, or use it in a `with` statement.
+    """
 
     def __init__(self, device: torch.device):
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.rank, local_rank, self.size = group_from_environment()
         self.device = device
-        if self.size > 1:
-            if device.type == "cuda":
-                self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-                torch.cuda.set_device(self.device)
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if self.size == 1:
+            return
+        if device.type == "cuda":
+            n_gpus = torch.cuda.device_count()
+            if local_rank >= n_gpus:
+                raise UserError(
+                    f"LOCAL_RANK={local_rank}, but this machine has {n_gpus} GPUs: "
+                    f"start torchrun with --nproc_per_node={n_gpus}"
+                )
+            self.device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(self.device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
     def wrap(self, model: nn.Module, unused: bool) -> nn.Module:
-        """The model whose backward averages gradients over the processes; unused: a step may leave weights unused."""
+        """The model whose backward pass averages gradients over the processes.
+
+        unused: a step may leave weights without a gradient.
+        """
         if self.size == 1:
             return model
         return nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
@@ -97,3 +215,9 @@ class Processes:
     def close(self) -> None:
         if self.size > 1:
             dist.destroy_process_group()
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *failure) -> None:
+        self.close()

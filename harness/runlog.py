@@ -1,13 +1,17 @@
-"""A run's log: out/<run>/log.jsonl, one JSON object a line, and the same for people on the terminal."""
+"""A run's folder: its lock, and its log for programs (log.jsonl) and for people (the terminal)."""
 
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from harness.configurator import UserError
+
+LOCK = "lock"  # the lock's file in a run's folder; an unlocked one means nothing
 
 
 @contextlib.contextmanager
@@ -19,13 +23,49 @@ def writing_to(folder: Path):
         raise UserError(f"--out_dir={folder}: {error}; name a folder that can be written") from None
 
 
+def missing_folders(folder: Path) -> list[Path]:
+    """The folder and those above it that do not exist yet, the innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+@contextlib.contextmanager
+def locked(folder: Path):
+    """Makes the folder and holds it for this process alone, as long as the block runs.
+
+    UserError where another process holds it. The operating system gives the lock up with its
+    process, however that ends. Within one process it may be taken again. If the block fails
+    before anything was written, a folder that was made for it goes again.
+    """
+    with writing_to(folder):
+        made = missing_folders(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK, timeout=0, thread_local=False, is_singleton=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise UserError(
+                f"another process is training in {folder}: wait for it, or give another --out_dir"
+            ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+        if made and os.listdir(folder) == [LOCK]:
+            (folder / LOCK).unlink()
+            for path in made:
+                path.rmdir()
+
+
 def read_log(file: Path) -> list[dict]:
     """The entries of a log.jsonl, none if there is no such file.
 
-    A last line that is torn, as by a killed process, is left out; UserError for any other that is no entry.
+    A last line that is torn, as by a killed process, is left out; UserError for any other line
+    that is not an entry.
     """
+    if not file.exists():
+        return []
     entries = []
-    for line in file.read_text(errors="replace").splitlines(keepends=True) if file.exists() else []:
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         if not line.endswith("\n"):
             break
         try:
@@ -33,47 +73,103 @@ def read_log(file: Path) -> list[dict]:
         except json.JSONDecodeError:
             entry = None
         if not (isinstance(entry, dict) and "step" in entry):
-            raise UserError(f"{file}: {line.strip()[:60]!r} is no line of a log; delete that line")
+            shown = line.strip()[:60]
+            raise UserError(f"{file}: {shown!r} is not a line of a log; delete that line")
         entries.append(entry)
     return entries
 
 
-class Log:
-    """What a run writes: entries to folder/log.jsonl, and a progress bar on a terminal or plain lines elsewhere.
+def say(text: str) -> None:
+    """Prints a line. A reader of stdout that has gone costs the line, not the run."""
+    if sys.stdout is None:  # a program without a console
+        return
+    try:
+        tqdm.write(text)
+        sys.stdout.flush()  # here, where a closed pipe can still be caught
+    except (OSError, ValueError):  # a closed pipe or terminal; a closed file
+        with contextlib.suppress(OSError, ValueError):
+            # What is still buffered, and what comes later, goes nowhere instead.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    An entry of a step after `step`, the checkpoint's, tells of work that will be done again and is dropped. Training
-    entries are kept every `every` steps, 0 for none. Only the first process is `active`: the others write nothing.
+
+class Log:
+    """What a run writes: entries to log.jsonl; a progress bar on a terminal, plain lines elsewhere.
+
+    An entry of a step after `step`, the checkpoint's, tells of work that will be done again and is
+    dropped. A `fresh` log drops all entries of the run before, but only when `saved` says that the
+    first checkpoint has replaced the old one: until then it grows in a file of its own beside it.
     """
 
-    def __init__(self, folder: Path, step: int, total: int, every: int, active: bool):
-        self.file, self.every, self.active = folder / "log.jsonl", every, active
-        self.bar = tqdm(total=total, initial=step, unit="step", disable=not (active and sys.stderr.isatty()))
-        if active:
-            kept = [entry for entry in read_log(self.file) if entry["step"] <= step]
-            with writing_to(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-                self.file.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        total: int,
+        every: int,
+        fresh: bool = False,
+        active: bool = True,
+    ):
+        """`every`: training entries are kept every so many steps, 0 for none.
+
+        Only one process of a run is `active`: the others write nothing.
+        """
+        self.folder = folder
+        self.every = every
+        self.active = active
+        self.pending = False
+        self.file = folder / "log.jsonl"
+        self.beside = folder / "log.new.jsonl"
+        on_terminal = active and sys.stderr is not None and sys.stderr.isatty()
+        self.bar = tqdm(total=total, initial=step, unit="step", disable=not on_terminal)
+        if not active:
+            return
+        with writing_to(folder):
+            kept = []
+            if not fresh:
+                kept = [entry for entry in read_log(self.file) if entry["step"] <= step]
+            self.beside.unlink(missing_ok=True)  # of a run that ended before its first checkpoint
+            self.pending = fresh and (folder / "ckpt.pt").exists()
+            lines = "".join(json.dumps(entry) + "\n" for entry in kept)
+            self.current().write_text(lines, encoding="utf-8")
+
+    def current(self) -> Path:
+        """The file that entries go to."""
+        return self.beside if self.pending else self.file
+
+    def write(self, entry: dict) -> None:
+        if not self.active:
+            return
+        with writing_to(self.folder), open(self.current(), "a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def saved(self) -> None:
+        """The run's checkpoint is in place, and now so is its log."""
+        if self.pending:
+            with writing_to(self.folder):
+                os.replace(self.beside, self.file)
+            self.pending = False
 
     def say(self, text: str) -> None:
         if self.active:
-            tqdm.write(text)
-
-    def write(self, entry: dict) -> None:
-        if self.active:
-            with writing_to(self.file.parent), open(self.file, "a") as file:
-                file.write(json.dumps(entry) + "\n")
+            say(text)
 
     def trained(self, entry: dict) -> None:
         self.bar.update()
-        if self.every and entry["step"] % self.every == 0:
-            self.write(entry)
-            losses = " ".join(f"{loss:.3f}" for loss in entry["losses"])
-            self.bar.set_postfix_str(f"loss {losses}")
-            if self.bar.disable:
-                self.say(f"step {entry['step']:6d}  loss {losses:24s} lr {entry['lr']:.2e}  "
-                         f"norm {entry['grad_norm']:.2f}  {entry['tokens_per_second']:,} tokens/s")
+        if not self.every or entry["step"] % self.every:
+            return
+        self.write(entry)
+        losses = " ".join(f"{loss:.3f}" for loss in entry["losses"])
+        self.bar.set_postfix_str(f"loss {losses}")
+        if self.bar.disable:
+            self.say(
+                f"step {entry['step']:6d}  loss {losses:24s} lr {entry['lr']:.2e}  "
+                f"norm {entry['grad_norm']:.2f}  {entry['tokens_per_second']:,} tokens/s"
+            )
 
     def evaluated(self, entry: dict) -> None:
         self.write(entry)
         losses = " ".join(f"{loss:.4f}" for loss in entry["val_losses"])
         self.say(f"step {entry['step']:6d}  validation loss by pass: {losses}")
+
+    def close(self) -> None:
+        self.bar.close()

@@ -1,9 +1,10 @@
-"""Fixtures that several test files share: a small corpus, prepared, and runs trained on it in seconds."""
+"""Fixtures that several test files share: a small corpus, prepared, and runs trained on it."""
 
 import os
 import random
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: small matrices gain nothing from more
+# Before torch is imported: small matrices gain nothing from more threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
@@ -12,32 +13,52 @@ from model import GPTConfig
 from train import TrainConfig, train
 
 SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
-QUICK = {"dataset": "tiny", "max_iters": 20, "batch_size": 4, "warmup_iters": 2, "eval_interval": 10, "eval_iters": 2,
-         "eval_passes": 3, "log_interval": 1, "device": "cpu"}
+QUICK = {
+    "dataset": "tiny",
+    "max_iters": 20,
+    "batch_size": 4,
+    "warmup_iters": 2,
+    "eval_interval": 10,
+    "eval_iters": 2,
+    "eval_passes": 3,
+    "log_interval": 1,
+    "device": "cpu",
+}
+
+
+def configs(data_dir: str, out_dir: str, **settings) -> tuple[TrainConfig, GPTConfig]:
+    """The two configs of a tiny run; settings of both."""
+    ours = QUICK | {"data_dir": str(data_dir), "out_dir": str(out_dir)}
+    shape = dict(SHAPE)
+    for name, value in settings.items():
+        of_model = name in GPTConfig.__dataclass_fields__
+        (shape if of_model else ours)[name] = value
+    return build(TrainConfig, ours), build(GPTConfig, shape)
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> str:
-    """The data_dir of a prepared corpus named `tiny`: 20,000 characters of sums such as `12+30=42`."""
+    """The data_dir of a prepared corpus named `tiny`: 20,000 characters of sums as `12+30=42`."""
     import prepare
 
     folder = tmp_path_factory.mktemp("corpus")
-    draw = random.Random(1)
-    pairs = [(draw.randrange(100), draw.randrange(100)) for _ in range(3000)]
-    (folder / "tiny.txt").write_text("".join(f"{a}+{b}={a + b}\n" for a, b in pairs)[:20_000])
+    rng = random.Random(1)
+    pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(3000)]
+    text = "".join(f"{a}+{b}={a + b}\n" for a, b in pairs)
+    (folder / "tiny.txt").write_text(text[:20_000])
     prepare.main([f"--input={folder}/tiny.txt", f"--data_dir={folder}"])
     return str(folder)
 
 
 @pytest.fixture(scope="session")
 def make_run(corpus, tmp_path_factory):
-    """make_run(**settings) trains a tiny run in a new folder and returns the folder; settings of both configs."""
+    """make_run(**settings) trains a tiny run in a new folder and returns the folder."""
+
     def make(**settings) -> str:
-        shape = SHAPE | {name: value for name, value in settings.items() if name in GPTConfig.__dataclass_fields__}
-        rest = {name: value for name, value in settings.items() if name not in shape}
         out = str(tmp_path_factory.mktemp("runs") / "run")
-        train(build(TrainConfig, QUICK | {"data_dir": corpus, "out_dir": out} | rest), build(GPTConfig, shape))
+        train(*configs(corpus, out, **settings))
         return out
+
     return make
 
 
@@ -53,13 +74,26 @@ def plain_run(make_run) -> str:
     return make_run(fusion="none", pass_mix=(1.0,))
 
 
+SMALL_PRESET = """
+block_size = 16
+n_layer = 1
+n_head = 2
+n_embd = 16
+max_iters = 2
+batch_size = 2
+eval_interval = 2
+eval_iters = 1
+log_interval = 1
+warmup_iters = 1
+"""
+
+
 @pytest.fixture
 def small_preset(monkeypatch, tmp_path):
-    """Makes each preset of the ablations a model of a few hundred weights, and the sweep `data` one of 1,000 tokens."""
+    """Makes each preset of the ablations a model of a few hundred weights, and its text small."""
     from experiments.ablations.sweeps import PRESETS
 
     file = tmp_path / "small.toml"
-    file.write_text('block_size = 16\nn_layer = 1\nn_head = 2\nn_embd = 16\nmax_iters = 2\nbatch_size = 2\n'
-                    'eval_interval = 2\neval_iters = 1\nlog_interval = 1\nwarmup_iters = 1\n')
+    file.write_text(SMALL_PRESET)
     for name in PRESETS:
         monkeypatch.setitem(PRESETS, name, (str(file), 1_000))

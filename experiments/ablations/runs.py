@@ -8,7 +8,6 @@ beside others, and at the end measured.json; its checkpoint is then deleted, for
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -26,8 +25,8 @@ from harness.configurator import UserError, run
 from experiments.ablations.spec import Spec, measure
 from harness.machine import stop_on_signals
 from harness.data import load_meta
-from harness.runlog import read_log, writing_to
-from train import train
+from harness.runlog import locked, read_log, writing_to
+from train import TrainConfig, opened, train
 
 
 def set_apart(spec: Spec) -> dict:
@@ -70,30 +69,37 @@ def numbers_of(spec: Spec) -> dict | None:
     return json.loads(file.read_text()) if file.exists() else None
 
 
+def train_patiently(config: TrainConfig, spec: Spec) -> dict:
+    """Trains until the last `patience` evaluations brought no pass a new best -> counters, "finished"."""
+    file = Path(config.out_dir, "log.jsonl")
+    with stop_on_signals() as signals, opened(config, spec.model) as (run, log):
+        while True:
+            if run.evaluation_is_due():
+                log.evaluated(run.evaluate())
+                run.save()
+            finished = no_better(file, spec.patience) or run.counters["step"] >= config.max_iters
+            if finished or signals:
+                break
+            log.trained(run.train_step())
+        run.save()
+    losses = [entry["val_losses"] for entry in read_log(file) if "val_losses" in entry]
+    best = np.min(losses, axis=0).tolist()
+    return run.counters | {"finished": finished, "best_val_losses": best}
+
+
 def do(spec: Spec) -> dict | None:
     """Trains and measures one run, or takes up where it stopped -> its numbers; None when it was stopped.
 
     UserError where another process is at it.
     """
-    folder, every = Path(spec.train.out_dir), spec.train.eval_interval
-    checkpoint, log, part = folder / "ckpt.pt", folder / "log.jsonl", folder / "measured.tmp"
-
-    def stop(step: int) -> bool:  # asked before the evaluation of a step, so one step later
-        return spec.patience > 0 and (step - 1) % every == 0 and no_better(log, spec.patience)
-
-    with writing_to(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / "lock", "w")
-    with lock:  # given up with the file, also by a killed process
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process works in {folder}; wait for it") from None
+    folder = Path(spec.train.out_dir)
+    checkpoint, part = folder / "ckpt.pt", folder / "measured.tmp"
+    with locked(folder):
         if numbers := numbers_of(spec):
             return numbers
-        config = replace(spec.train, resume=checkpoint.exists(), overwrite=log.exists() and not checkpoint.exists())
-        result = train(config, spec.model, stop)
-        if not (result["finished"] or stop(result["step"])):
+        config = replace(spec.train, resume=checkpoint.exists(), overwrite=not checkpoint.exists())
+        result = train_patiently(config, spec) if spec.patience else train(config, spec.model)
+        if not result["finished"]:
             return None
         with writing_to(folder):
             part.write_text(json.dumps(measure(spec, result)))
