@@ -1,12 +1,13 @@
-"""The shell game as text: a ball under one of five cups, moves of the cups, and now and then looks.
+"""The shell game as text: a ball under one of five cups, moves of the cups, now and then a look.
 
     ssrrs3srsrsss5srrsrr3srrs5r1rrsrrsrsr3...
 
 `s` swaps cups 1 and 2; `r` moves every cup one place on and the last one to the front; a digit is a
 look: the cup that hides the ball just then. Between looks only the moves tell where the ball is.
 The two moves generate all 120 orders of five cups, a group (S5) that is not solvable: a decoder of
-fixed depth is not expected to follow it at any length (Barrington's theorem, NC1 against TC0),
-while somebody who remembers the ball's cup needs one small step per move.
+fixed depth that may not write is not expected to follow it at any length (Barrington's theorem,
+NC1 against TC0), while somebody who remembers the ball's cup, or writes it down, needs one small
+step per move.
 The gap, the number of moves since the last look, is what makes a look hard to predict.
 """
 
@@ -23,19 +24,19 @@ SYMBOLS = "".join(sorted([*LOOKS, *MOVES]))
 MEAN_GAP = 4  # moves from look to look, on average; geometrically distributed
 
 
-def play(rng: random.Random, cup: str) -> Iterator[str]:
+def play(rng: random.Random, cup: str, mean_gap: int = MEAN_GAP) -> Iterator[str]:
     """Moves and looks without end, of a ball that starts under `cup`."""
     while True:
         move = rng.choice([*MOVES])
         cup = MOVES[move][cup]
         yield move
-        if rng.random() < 1 / MEAN_GAP:
+        if rng.random() < 1 / mean_gap:
             yield cup
 
 
-def text(n_chars: int = 1_000_000, seed: int = 1) -> str:
-    """One long game of n_chars characters, to train on; the same for the same seed."""
-    return "".join(islice(play(random.Random(seed), "1"), n_chars))
+def text(n_chars: int = 1_000_000, seed: int = 1, mean_gap: int = MEAN_GAP) -> str:
+    """One long game of n_chars characters, to train on; the same for the same arguments."""
+    return "".join(islice(play(random.Random(seed), "1", mean_gap), n_chars))
 
 
 def game(n_prompt: int, n_moves: int, seed: str) -> tuple[str, str]:

@@ -25,7 +25,7 @@ CELLS = [
     "%run sample.py out/a --mode=sof",
     "%env MPLBACKEND=backend_that_is_not_installed",
     "!python -m experiments.loss_curves out/a --smooth=1",
-    "import sys\nprint('alive', 'train' in sys.modules)",
+    "import sys\nprint('alive', 'model' in sys.modules)",
 ]
 
 
