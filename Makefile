@@ -14,11 +14,12 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .PHONY: demo test test-fast bench clean
 
-# An interrupted training continues where it stopped; one that never saved starts anew.
+# An interrupted training continues where it stopped; one that never saved starts anew. The data is
+# kept, because another version of Python has another manual, and no run resumes on another text.
 RESUME = $$(test -f $(1)/ckpt.pt && echo --resume || echo --overwrite)
 
 demo: .venv/ready
-	$(BIN)/python prepare.py pydocs
+	$(BIN)/python prepare.py pydocs --keep
 	$(BIN)/python train.py config/demo.toml $(call RESUME,out/demo)
 	$(BIN)/python train.py config/demo_plain.toml $(call RESUME,out/demo_plain)
 	$(BIN)/python -m experiments.loss_curves out/demo

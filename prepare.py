@@ -1,87 +1,199 @@
 """Text -> tokens: writes data/NAME/train.bin, val.bin and meta.json, which train.py reads.
 
-    python prepare.py                              pydocs: the manual and the docstrings of this very Python
-    python prepare.py shakespeare                  tiny Shakespeare, downloaded and checked
-    python prepare.py tasks                        completion tracking, delayed memory, register tracking (tasks.py)
-    python prepare.py cups                         the shell game (cups.py)
-    python prepare.py --input=FILE [--name=NAME]   any UTF-8 text; NAME is the file's own name if not given
+    python prepare.py                   pydocs: the manual and the docstrings of this very Python
+    python prepare.py shakespeare       tiny Shakespeare, downloaded and checked
+    python prepare.py tasks             three tasks on remembered states (corpora/tasks.py)
+    python prepare.py cups              the shell game (corpora/cups.py)
+    python prepare.py --input=FILE      a UTF-8 text of your own; its NAME is the file's
+    some-program | python prepare.py --input=- --name=NAME
+
+The text is one document, and nothing is put between its parts. Carriage returns, alone or before a
+newline, become newlines, as they do in prompts. An empty prompt of sample.py starts from a newline
+with either tokenizer, because texts hold newlines; GPT-2's end-of-text never occurs in them.
 """
 
 import hashlib
 import json
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from harness.configurator import UserError, parse, run, setting, suggestion
-from corpora import CORPORA
-from harness.data import save_dataset, token_dtype
-from harness.tokenizer import CharTokenizer, GPT2Tokenizer
+from corpora import CORPORA, corpus_text
+from harness.configurator import UserError, parse, require, run, setting, suggestion
+from harness.data import load_meta, save_dataset, token_dtype
+from harness.text import STDIN, read_text, unix_newlines
+from harness.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
+
+SAME_DATA = ("sha256", "tokenizer", "train_tokens")  # what a run compares before it resumes
 
 
 @dataclass(frozen=True)
 class Settings:
-    input: str | None = setting(None, "a UTF-8 text file of your own, instead of a corpus")
-    name: str | None = setting(None, "the folder under data_dir, and what train.py calls the dataset")
-    tokenizer: Literal["char", "gpt2"] = setting("char", "char: one token a character; gpt2: byte pairs (tiktoken)")
+    """What to prepare and how. ValueError, naming the flag, for what cannot be."""
+
+    input: str | None = setting(
+        None, "a UTF-8 text file of your own, instead of a corpus; -: standard input", path=True
+    )
+    name: str | None = setting(
+        None, "the folder under data_dir, and what train.py calls the dataset"
+    )
+    tokenizer: Literal["char", "gpt2"] = setting(
+        "char", "char: one token per character; gpt2: byte pairs (tiktoken)"
+    )
     val_fraction: float = setting(0.1, "share of the text, its end, kept for validation")
-    data_dir: str = setting("data", "where the folders of prepared data are")
+    data_dir: str = setting("data", "where the folders of prepared data are", path=True)
+    keep: bool = setting(False, "if the folder holds prepared data already, leave it as it is")
+    overwrite: bool = setting(False, "replace data in the folder that was made differently")
 
     def __post_init__(self):
-        if not 0 < self.val_fraction < 1:
-            raise ValueError(f"val_fraction={self.val_fraction} must lie between 0 and 1, e.g. 0.1")
+        between = 0 < self.val_fraction < 1
+        require(self, "val_fraction", between, "between 0 and 1, e.g. 0.1")
+        one_of_two = not (self.keep and self.overwrite)
+        require(self, "keep", one_of_two, "left out if --overwrite is given, or the reverse")
+        require(self, "input", self.input != "", "the name of a text file")
+        named = self.input != STDIN or self.name is not None
+        require(self, "input", named, "given with a name: --input=- --name=NAME")
 
 
-def read_text(file: str) -> str:
-    """The file's text, newlines as they are; UserError if it cannot be read as UTF-8."""
+def source_of(settings: Settings, words: list[str], argv: list[str]) -> str:
+    """What to prepare: a corpus's name, or the name of the --input file; UserError."""
+    if len(words) + (settings.input is not None) > 1:
+        given = shlex.join(argv)
+        raise UserError(f"one corpus or one --input=FILE at a time, got: {given}")
+    if settings.input == STDIN:
+        return "standard input"
+    if settings.input is not None:
+        return Path(settings.input).name
+    corpus = words[0] if words else "pydocs"
+    if corpus not in CORPORA:
+        raise UserError(
+            f"unknown corpus {corpus!r}{suggestion(corpus, CORPORA)}; there are "
+            f"{', '.join(CORPORA)}, and --input={corpus} for a file of your own"
+        )
+    return corpus
+
+
+def read_source(settings: Settings, source: str) -> str:
+    """The text to prepare, its line breaks newlines; UserError if it cannot be had or is blank."""
+    if settings.input is None:
+        text = corpus_text(source)
+    else:
+        try:
+            text = read_text(settings.input)
+        except ValueError as error:
+            raise UserError(f"--input={settings.input}: {error}") from None
+    text, n_changed = unix_newlines(text)
+    if n_changed:
+        notice(f"{source}: {n_changed:,} carriage returns (CRLF or CR) read as newlines")
+    if not text.strip():
+        what = "blanks only" if text else "empty"
+        raise UserError(f"{source}: {what}; give a file with text, --input=FILE")
+    return text
+
+
+def split(text: str, val_fraction: float) -> tuple[str, str]:
+    """The text's beginning, to train on, and its end, to validate on; UserError if one is empty."""
+    cut = int(len(text) * (1 - val_fraction))
+    if not 0 < cut < len(text):
+        raise UserError(
+            f"--val_fraction={val_fraction}: splits {len(text)} characters into {cut} and "
+            f"{len(text) - cut}; give more text or another fraction"
+        )
+    return text[:cut], text[cut:]
+
+
+def encode(text: str, settings: Settings) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
+    """The tokenizer, and the tokens (N,) of both splits. UserError."""
+    parts = split(text, settings.val_fraction)
+    if settings.tokenizer == "gpt2":
+        tokenizer = GPT2Tokenizer()
+    else:
+        tokenizer = CharTokenizer("".join(sorted(set(text))))
+    dtype = token_dtype(tokenizer.vocab_size)
+    train, val = (np.array(tokenizer.encode(part), dtype) for part in parts)  # (N,) each
+    if tokenizer.start_token not in train:
+        notice(
+            "no newline to train on, so an empty prompt would start from a symbol that the "
+            "model has never read: give sample.py a --prompt"
+        )
+    return tokenizer, train, val
+
+
+def prepared_before(folder: Path) -> dict | None:
+    """meta.json of the data in the folder; None where there is none, or it is damaged."""
     try:
-        return Path(file).read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"--input={file}: not UTF-8 text (at byte {error.start}); convert it to UTF-8") from None
+        return load_meta(folder)
+    except UserError:
+        return None
+
+
+def write(folder: Path, meta: dict, train: np.ndarray, val: np.ndarray, settings: Settings) -> None:
+    """Writes the data. UserError where it cannot, or would replace data made differently."""
+    former = prepared_before(folder)
+    differs = former is not None and any(former.get(name) != meta[name] for name in SAME_DATA)
+    if differs and not settings.overwrite:
+        raise UserError(
+            f"{folder} already holds other data (from {former.get('source')}, "
+            f"{former['train_tokens']:,} tokens to train on), and runs trained on it could not be "
+            "resumed: --keep it, --overwrite it, or choose another --name"
+        )
+    files = {
+        "train.bin": train.tobytes(),
+        "val.bin": val.tobytes(),
+        "meta.json": json.dumps(meta).encode(),
+    }
+    try:
+        save_dataset(folder, files)
     except OSError as error:
-        raise UserError(f"--input={file}: {error.strerror} ({Path(file).absolute()}); name a text file") from None
+        raise UserError(
+            f"--data_dir={settings.data_dir}: cannot write {folder.absolute()}: {error.strerror}"
+        ) from None
+    if differs:
+        notice(f"{folder} held other data before; runs trained on that cannot be resumed")
+
+
+def notice(text: str) -> None:
+    print(f"prepare.py: {text}", file=sys.stderr)
 
 
 def main(argv: list[str]) -> None:
     """Prepares one corpus or file and says what it wrote; UserError."""
     settings, words = parse(argv, Settings, doc=__doc__, positional="corpus")
-    if len(words) + (settings.input is not None) > 1:
-        raise UserError(f"one corpus or one --input=FILE at a time, got: {shlex.join(argv)}")
-    corpus = words[0] if words else "pydocs"
-    if settings.input is not None:
-        stem, source, text = Path(settings.input).stem, Path(settings.input).name, read_text(settings.input)
-    elif corpus in CORPORA:
-        stem, source, text = corpus, corpus, CORPORA[corpus]()
-    else:
-        raise UserError(f"unknown corpus {corpus!r}{suggestion(corpus, CORPORA)}; there are {', '.join(CORPORA)}, "
-                        f"and --input={corpus} for a file of your own")
-    name = stem if settings.name is None else settings.name
+    source = source_of(settings, words, argv)
+    name = settings.name
+    if name is None:
+        name = source if settings.input is None else Path(settings.input).stem
     if name in ("", "..") or Path(name).name != name or not name.isprintable():
         raise UserError(f"--name={name}: must be a plain folder name")
-    if not text.strip():
-        raise UserError(f"{source}: {'blanks only' if text else 'empty'}; give a file with text, --input=FILE")
-    cut = int(len(text) * (1 - settings.val_fraction))
-    if not 0 < cut < len(text):
-        raise UserError(f"--val_fraction={settings.val_fraction}: splits {len(text)} characters into {cut} and "
-                        f"{len(text) - cut}; give more text or another fraction")
-    tokenizer = GPT2Tokenizer() if settings.tokenizer == "gpt2" else CharTokenizer("".join(sorted(set(text))))
-    dtype = token_dtype(tokenizer.vocab_size)
-    train, val = (np.array(tokenizer.encode(part), dtype) for part in (text[:cut], text[cut:]))  # (N,) each
-    meta = {"tokenizer": tokenizer.spec, "vocab_size": tokenizer.vocab_size, "dtype": dtype.name,
-            "train_tokens": len(train), "val_tokens": len(val), "source": source,
-            "sha256": hashlib.sha256(text.encode()).hexdigest()}
     folder = Path(settings.data_dir, name)
-    try:
-        save_dataset(folder, {"train.bin": train.tobytes(), "val.bin": val.tobytes(), "meta.json": json.dumps(meta).encode()})
-    except OSError as error:
-        raise UserError(f"--data_dir={settings.data_dir}: cannot write {folder.absolute()}: {error.strerror}") from None
-    place = "" if settings.data_dir == "data" else f" --data_dir={shlex.quote(settings.data_dir)}"
-    print(f"{source}: {len(text):,} characters, {tokenizer.vocab_size:,} symbols ({settings.tokenizer})\n"
-          f"wrote {folder}: {len(train):,} tokens to train on, {len(val):,} to validate on\n"
-          f"next: python train.py --dataset={shlex.quote(name)}{place}")
+    kept = prepared_before(folder) if settings.keep else None
+    if kept is not None:
+        meta = kept
+        done = f"kept {folder}, prepared from {kept.get('source')}"
+    else:
+        text = read_source(settings, source)
+        tokenizer, train, val = encode(text, settings)
+        meta = {
+            "tokenizer": tokenizer.spec,
+            "vocab_size": tokenizer.vocab_size,
+            "dtype": train.dtype.name,
+            "train_tokens": len(train),
+            "val_tokens": len(val),
+            "source": source,
+            "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        }
+        write(folder, meta, train, val, settings)
+        symbols = f"{tokenizer.vocab_size:,} symbols ({settings.tokenizer})"
+        print(f"{source}: {len(text):,} characters, {symbols}")
+        done = f"wrote {folder}"
+    tokens = f"{meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate on"
+    print(f"{done}: {tokens}")
+    where = "" if settings.data_dir == "data" else f" --data_dir={shlex.quote(settings.data_dir)}"
+    print(f"next: python train.py --dataset={shlex.quote(name)}{where}")
 
 
 if __name__ == "__main__":

@@ -55,9 +55,13 @@ class TrainConfig:
     """Everything of a run but the model's shape. ValueError names the flag of what cannot be."""
 
     dataset: str = setting("pydocs", "folder of data_dir, made by prepare.py")
-    data_dir: str = setting("data", "where prepare.py wrote")
-    out_dir: str = setting("", "the run's folder; empty: out/<name of the config file>")
-    init_from: str = setting("", "run or checkpoint whose weights to start from (mid-training)")
+    data_dir: str = setting("data", "where prepare.py wrote", path=True)
+    out_dir: str = setting(
+        "", "the run's folder; empty: out/<name of the config file>", path=True
+    )
+    init_from: str = setting(
+        "", "run or checkpoint whose weights to start from (mid-training)", path=True
+    )
     resume: bool = setting(False, "continue the run in out_dir")
     overwrite: bool = setting(False, "replace the run in out_dir, once the new one first saves")
     seed: int = setting(1, "of weights, batches, pass counts and jitter")

@@ -1,22 +1,26 @@
-"""Three tasks whose answer is a state that the prompt builds up (the paper's section on what the states hold), as text.
+"""Three tasks, as text, whose answer is a state that the prompt builds up.
+
+They follow the paper's section on what the states hold.
 
     completion                  memory                      registers
-    need=42                     x=1         the state       r4=0        assignments, in random order
+    need=42                     x=1         the state       r4=0        assignments, random order
     done=19                     s=3         the context:    r0=1
     s=7                         s^=1        8 of these      ...
-    s+=0        distractors     ...                         s=7         8 null updates, of which this is one
-    ...                         s+=0        distractors     s+=0        and these are seven
+    s+=0        distractors     ...                         s=7         8 null updates: this one
+    ...                         s+=0        distractors     s+=0        and seven of these
     S:m                         ...                         query=r0
                                 F:1                         V:1         the latest value
 
-An answer is one character after a colon: `d` (done, the numerals are equal) or `m` (more), else `0` or `1`. A character
-is a token, and the last four of a register prompt are digit, newline, letter and colon.
+An answer is one character after a colon: `d` (done, the numerals are equal) or `m` (more), else `0`
+or `1`. A character is a token, and the last four of a register prompt are digit, newline, letter
+and colon.
 
-A probe set comes in groups, each balanced: every prompt has its counterparts with the other answer. `text` makes the
-text to train on and draws from other groups: other numerals (in every place where equality is asked), other contexts
-of eight updates, other schedules of assignments; these rules hold for every seed. It is meant to be learnt by a small
-model: most of its examples are short, with few distractors, registers and assignments, and a schedule is followed by a
-query of each of its registers. Long ones, up to the longest probe, and the padding with newlines occur as well.
+A probe set comes in groups, each balanced: every prompt has its counterparts with the other answer.
+`text` makes the text to train on, from other groups: other numerals (in every place where equality
+is asked), other contexts of eight updates, other schedules of assignments; these rules hold for
+every seed. The text is meant to be learnt by a small model: most of its examples are short, with
+few distractors, registers and assignments, and a schedule is followed by a query of each of its
+registers. Long ones, up to the longest probe, and the padding with newlines occur as well.
 """
 
 import random
@@ -29,19 +33,26 @@ WRITES = (2, 4, 8)  # of each of 8 registers
 SYMBOLS = "\n+0123456789:=FSV^demnoqrsuxy"
 NULL = "s+=0\n"
 CONTEXT = 8  # updates between the state of `memory` and the distractors
+N_SCHEDULES = 128  # of a probe set of registers, each a group
 NUMERALS = [f"{n:02}" for n in range(100)]
-PROBED = [n for n in NUMERALS if (int(n[0]) + int(n[1])) % 5 == 0]  # 20: each digit twice in each place
+PROBED = [n for n in NUMERALS if (int(n[0]) + int(n[1])) % 5 == 0]  # 20: each digit twice per place
 TRAINED = [n for n in NUMERALS if n not in PROBED]
 Schedule = list[tuple[int, int]]  # (register, value) of each assignment
 
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt that ends in a colon, the character that answers it, and the group that cross-validation keeps whole."""
+    """A prompt that ends in a colon, and the character that answers it.
+
+    Cross-validation keeps a group whole.
+    """
 
     prompt: str
     answer: str
     group: int
+
+
+# Prompts
 
 
 def completion_prompt(need: str, done: str, scratch: int, distractors: int) -> str:
@@ -54,119 +65,171 @@ def memory_prompt(state: int, scratch: int, bits: list[int], distractors: int) -
 
 
 def schedule_prompt(schedule: Schedule, scratch: int, nulls: int) -> str:
-    """All of a register prompt but its query; the scratch's own assignment counts as a null update."""
-    return "".join(f"r{r}={value}\n" for r, value in schedule) + f"s={scratch}\n" + NULL * (nulls - 1)
+    """All of a register prompt except its query; the scratch's assignment is one of the nulls."""
+    assignments = "".join(f"r{register}={value}\n" for register, value in schedule)
+    return f"{assignments}s={scratch}\n{NULL * (nulls - 1)}"
 
 
 def query_prompt(register: int) -> str:
     return f"query=r{register}\nV:"
 
 
-def completion(distractors: int, seed: int = 0) -> list[Example]:
-    """1,600 examples of 22 + 5 distractors characters: 80 pairs {a, b} of numerals, each a group of 20.
+# Probe sets
 
-    A group has the assignments (a, a), (a, b), (b, a), (b, b), each after the same 5 starts of the scratch. Each of
-    the 20 numerals is in 8 pairs, so it is 40 times in each field with each answer. As in the paper, (a, a) is in each
-    of a's 8 groups: a classifier that could remember prompts would do well on held-out groups without comparing.
+
+def completion(distractors: int, seed: int = 0) -> list[Example]:
+    """1,600 examples of 22 + 5 distractors characters: 80 pairs {a, b} of numerals, 20 per group.
+
+    A group has the assignments (a, a), (a, b), (b, a), (b, b), each after the same 5 starts of the
+    scratch. Each of the 20 numerals is in 8 pairs, so it is 40 times in each field with each
+    answer. As in the paper, (a, a) is in each of a's 8 groups: a classifier that could remember
+    prompts would do well on held-out groups without comparing.
     """
-    draw = random.Random(f"completion {seed}")
-    numerals = draw.sample(PROBED, len(PROBED))
-    pairs = [(a, numerals[(i + step) % len(numerals)]) for step in (1, 2, 3, 4) for i, a in enumerate(numerals)]
-    return [Example(completion_prompt(need, done, scratch, distractors), "d" if need == done else "m", group)
-            for group, (a, b) in enumerate(pairs) for scratch in draw.sample(range(10), 5)
-            for need, done in ((a, a), (a, b), (b, a), (b, b))]
+    rng = random.Random(f"completion {seed}")
+    numerals = rng.sample(PROBED, len(PROBED))
+    pairs = []
+    for step in (1, 2, 3, 4):
+        for i, a in enumerate(numerals):
+            pairs.append((a, numerals[(i + step) % len(numerals)]))
+    examples = []
+    for group, (a, b) in enumerate(pairs):
+        for scratch in rng.sample(range(10), 5):
+            for need, done in ((a, a), (a, b), (b, a), (b, b)):
+                prompt = completion_prompt(need, done, scratch, distractors)
+                answer = "d" if need == done else "m"
+                examples.append(Example(prompt, answer, group))
+    return examples
 
 
 def memory(distractors: int, seed: int = 0) -> list[Example]:
-    """1,280 examples of 50 + 5 distractors characters: 128 contexts, each a group of 10.
+    """1,280 examples of 50 + 5 distractors characters: 128 contexts, 10 per group.
 
-    The contexts are all those of eight binary updates with an even number of ones; a group has both states, each with
-    the same 5 starts of the scratch.
+    The contexts are all those of eight binary updates with an even number of ones; a group has both
+    states, each with the same 5 starts of the scratch.
     """
-    draw = random.Random(f"memory {seed}")
-    codes = draw.sample([code for code in range(2 ** CONTEXT) if code.bit_count() % 2 == 0], 2 ** CONTEXT // 2)
-    contexts = [[code >> i & 1 for i in range(CONTEXT)] for code in codes]
-    return [Example(memory_prompt(state, scratch, bits, distractors), str(state), group)
-            for group, bits in enumerate(contexts) for scratch in draw.sample(range(10), 5) for state in (0, 1)]
+    rng = random.Random(f"memory {seed}")
+    even = [code for code in range(2**CONTEXT) if code.bit_count() % 2 == 0]
+    examples = []
+    codes = rng.sample(even, len(even))
+    for group, code in enumerate(codes):
+        bits = [code >> i & 1 for i in range(CONTEXT)]
+        for scratch in rng.sample(range(10), 5):
+            for state in (0, 1):
+                prompt = memory_prompt(state, scratch, bits, distractors)
+                examples.append(Example(prompt, str(state), group))
+    return examples
 
 
 def registers(n_registers: int, writes: int, seed: int = 0) -> list[Example]:
-    """256 n_registers examples of 84 + 6 assignments characters: 128 schedules, each a group of 2 n_registers.
+    """256 n_registers examples of 84 + 6 assignments characters, 2 n_registers per group.
 
-    A schedule assigns each register a random value `writes` times, in random order. A group has the schedule and its
-    bitwise complement, with a query of every register. Newlines in front make all prompts equally long.
+    A schedule assigns each register a random value `writes` times, in random order. A group has the
+    schedule and its bitwise complement, with a query of every register. Newlines in front make all
+    prompts equally long.
     """
-    draw, examples = random.Random(f"registers {n_registers} {writes} {seed}"), []
-    for group in range(128):
-        schedule, scratch = random_schedule(draw, n_registers, n_registers * writes, for_probe=True), draw.randrange(10)
+    rng = random.Random(f"registers {n_registers} {writes} {seed}")
+    examples = []
+    for group in range(N_SCHEDULES):
+        schedule = random_schedule(rng, n_registers, n_registers * writes, for_probe=True)
+        scratch = rng.randrange(10)
         for flip in (0, 1):
-            flipped = [(r, value ^ flip) for r, value in schedule]
-            body, latest = schedule_prompt(flipped, scratch, nulls=8), dict(flipped)
-            for r in range(n_registers):
-                prompt = (body + query_prompt(r)).rjust(84 + 6 * len(schedule), "\n")
-                examples.append(Example(prompt, str(latest[r]), group))
+            flipped = [(register, value ^ flip) for register, value in schedule]
+            body = schedule_prompt(flipped, scratch, nulls=8)
+            latest = dict(flipped)
+            for register in range(n_registers):
+                prompt = (body + query_prompt(register)).rjust(84 + 6 * len(schedule), "\n")
+                examples.append(Example(prompt, str(latest[register]), group))
     return examples
 
 
 def probe_sets(seed: int = 0, n_groups: int | None = None) -> dict[tuple[str, int], list[Example]]:
-    """(task, its distractors, registers or writes) -> examples, of the first n_groups. `writes` has 8 registers."""
+    """(task, its distractors, registers or writes) -> examples, of the first n_groups or of all.
+
+    `writes` has 8 registers.
+    """
     sets = {("completion", n): completion(n, seed) for n in DISTRACTORS}
     sets |= {("memory", n): memory(n, seed) for n in DISTRACTORS}
     sets |= {("registers", n): registers(n, 16 // n, seed) for n in REGISTERS}
     sets |= {("writes", n): registers(8, n, seed) for n in WRITES}
-    return {name: [example for example in examples if n_groups is None or example.group < n_groups]
-            for name, examples in sets.items()}
+    if n_groups is None:
+        return sets
+    return {
+        name: [example for example in examples if example.group < n_groups]
+        for name, examples in sets.items()
+    }
 
 
-def random_schedule(draw: random.Random, n_registers: int, n_assignments: int, for_probe: bool) -> Schedule:
-    """Every register assigned as often as any other, or once more, in random order; held out just when for_probe."""
+def random_schedule(
+    rng: random.Random, n_registers: int, n_assignments: int, for_probe: bool
+) -> Schedule:
+    """Every register assigned as often as any other, or once more, in random order.
+
+    One of those held out if for_probe, else one of the others.
+    """
     while True:
         order = [i % n_registers for i in range(n_assignments)]
-        draw.shuffle(order)
-        schedule = [(r, draw.randrange(2)) for r in order]
+        rng.shuffle(order)
+        schedule = [(register, rng.randrange(2)) for register in order]
         if held_out(schedule) == for_probe:
             return schedule
 
 
 def held_out(schedule: Schedule) -> bool:
-    """Whether a schedule is a probe's: a quarter of all those long enough, each together with its complement."""
+    """Whether a schedule is a probe's: a quarter of all long ones, each with its complement."""
+    if len(schedule) < 16:
+        return False
     first = schedule[0][1]
-    return len(schedule) >= 16 and zlib.crc32(bytes(2 * r + (value ^ first) for r, value in schedule)) % 4 == 0
+    code = bytes(2 * register + (value ^ first) for register, value in schedule)
+    return zlib.crc32(code) % 4 == 0
+
+
+# The text to train on
 
 
 def text(seed: int = 0, n_examples: int = 50_000) -> str:
-    """The text to train on, from its first to its last part alike: examples with their answers, a line break after."""
-    draw = random.Random(f"text {seed}")
-    kinds = draw.choices((completion_text, memory_text, registers_text), (5, 2, 3), k=n_examples)
-    return "".join(make(draw) for make in kinds)
+    """Examples with their answers and a line break after each, alike from beginning to end."""
+    rng = random.Random(f"text {seed}")
+    makers = (completion_text, memory_text, registers_text)
+    kinds = rng.choices(makers, (5, 2, 3), k=n_examples)
+    return "".join(make(rng) for make in kinds)
 
 
-def count(draw: random.Random, least: int, most: int) -> int:
-    """How many of something: mostly the least or up to two more, else anything up to the most, smaller ones oftener."""
-    if draw.random() < 0.85:
-        return draw.randint(least, least + 2)
-    return least - 1 + int((most + 2 - least) ** draw.random())  # its logarithm is uniform
+def random_count(rng: random.Random, least: int, most: int) -> int:
+    """How many of something: mostly `least` or up to two more, else anything up to `most`.
+
+    In the second case the logarithm is uniform, so that smaller counts come more often.
+    """
+    if rng.random() < 0.85:
+        return rng.randint(least, least + 2)
+    return least - 1 + int((most + 2 - least) ** rng.random())
 
 
-def completion_text(draw: random.Random) -> str:
-    need, other = draw.sample(TRAINED, 2)
-    done = draw.choice((need, other))
-    prompt = completion_prompt(need, done, draw.randrange(10), count(draw, 0, max(DISTRACTORS)))
+def completion_text(rng: random.Random) -> str:
+    need, other = rng.sample(TRAINED, 2)
+    done = rng.choice((need, other))
+    scratch = rng.randrange(10)
+    prompt = completion_prompt(need, done, scratch, random_count(rng, 0, max(DISTRACTORS)))
     return prompt + ("d\n" if need == done else "m\n")
 
 
-def memory_text(draw: random.Random) -> str:
-    state, bits = draw.randrange(2), [draw.randrange(2) for _ in range(draw.randint(0, CONTEXT))]
+def memory_text(rng: random.Random) -> str:
+    state = rng.randrange(2)
+    bits = [rng.randrange(2) for _ in range(rng.randint(0, CONTEXT))]
     if len(bits) == CONTEXT and sum(bits) % 2 == 0:
         bits[0] ^= 1  # the even ones are the probe's
-    prompt = memory_prompt(state, draw.randrange(10), bits, count(draw, 0, max(DISTRACTORS)))
+    scratch = rng.randrange(10)
+    prompt = memory_prompt(state, scratch, bits, random_count(rng, 0, max(DISTRACTORS)))
     return f"{prompt}{state}\n"
 
 
-def registers_text(draw: random.Random) -> str:
-    n_registers = draw.choice(REGISTERS)
-    schedule = random_schedule(draw, n_registers, count(draw, n_registers, 64), for_probe=False)
+def registers_text(rng: random.Random) -> str:
+    n_registers = rng.choice(REGISTERS)
+    n_assignments = random_count(rng, n_registers, 64)
+    schedule = random_schedule(rng, n_registers, n_assignments, for_probe=False)
     latest = dict(schedule)
-    queries = "".join(f"{query_prompt(r)}{latest[r]}\n" for r in draw.sample(range(n_registers), n_registers))
-    padding = "\n" * (draw.randrange(100) if draw.random() < 0.1 else 0)
-    return padding + schedule_prompt(schedule, draw.randrange(10), count(draw, 1, 8)) + queries
+    queries = ""
+    for register in rng.sample(range(n_registers), n_registers):
+        queries += f"{query_prompt(register)}{latest[register]}\n"
+    padding = "\n" * (rng.randrange(100) if rng.random() < 0.1 else 0)
+    scratch = rng.randrange(10)
+    return padding + schedule_prompt(schedule, scratch, random_count(rng, 1, 8)) + queries

@@ -32,8 +32,8 @@ class Settings:
     seed: int = setting(1, "of whatever is drawn")
     n_windows: int = setting(120, "evenly spaced windows of the validation split")
     device: str = setting("auto", "auto, cpu, cuda, mps")
-    data_dir: str = setting("data", "where prepare.py wrote")
-    results_dir: str = setting("results", "where NAME.json and NAME.png go")
+    data_dir: str = setting("data", "where prepare.py wrote", path=True)
+    results_dir: str = setting("results", "where NAME.json and NAME.png go", path=True)
 
     def __post_init__(self):
         if self.seed < 0 or self.n_windows < 1:

@@ -4,13 +4,16 @@ import json
 import os
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from harness.configurator import UserError
 from harness.tokenizer import make_tokenizer
+
+if TYPE_CHECKING:  # prepare.py does without torch, which takes seconds to load
+    import torch
+    from torch import Tensor
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -98,9 +101,11 @@ def even_starts(tokens: np.ndarray, n_windows: int, block_size: int) -> np.ndarr
 
 
 def windows(
-    tokens: np.ndarray, starts: np.ndarray, block_size: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+    tokens: np.ndarray, starts: np.ndarray, block_size: int, device: "torch.device"
+) -> "tuple[Tensor, Tensor]":
     """Tokens and next tokens, (B, block_size) each, of the windows that begin at starts (B,)."""
+    import torch
+
     positions = starts[:, None] + np.arange(block_size + 1)  # (B, block_size + 1)
     rows = torch.from_numpy(tokens[positions].astype(np.int64)).to(device)
     return rows[:, :-1], rows[:, 1:]

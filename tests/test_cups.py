@@ -27,10 +27,13 @@ class Table:
 
 
 def follow(played: str) -> int:
-    """Plays a text from its first look on, holding every later look to the table -> how many looks there were."""
+    """Plays a text from its first look on and compares every later look with the table.
+
+    -> how many looks there were.
+    """
     start = next(place for place, char in enumerate(played) if char.isdigit())
     table, looks = Table(played[start]), 1
-    for char in played[start + 1:]:
+    for char in played[start + 1 :]:
         if char.isdigit():
             assert char == table.look()
             looks += 1
@@ -42,10 +45,15 @@ def follow(played: str) -> int:
 def test_the_looks_of_a_text_are_where_the_ball_is():
     played = text(200_000, seed=3)
     assert len(played) == 200_000
-    assert 39_500 < follow(played) < 40_500  # a look a mean gap of four moves: a fifth of the characters
+    assert (
+        39_500 < follow(played) < 40_500
+    )  # a look a mean gap of four moves: a fifth of the characters
     assert not any(a.isdigit() and b.isdigit() for a, b in pairwise(played))
     assert abs(played.count("s") - played.count("r")) < 1500
-    gaps = [len(gap) for gap in "".join("|" if char.isdigit() else char for char in played).split("|")[1:-1]]
+    gaps = [
+        len(gap)
+        for gap in "".join("|" if char.isdigit() else char for char in played).split("|")[1:-1]
+    ]
     assert abs(sum(gaps) / len(gaps) - 4) < 0.1
     for least in (1, 2, 4, 8):  # geometric: each gap goes on with three chances in four
         longer = [gap for gap in gaps if gap >= least]
@@ -67,7 +75,9 @@ def test_the_moves_make_all_orders_of_five_cups():
     orders, new = set(), {tuple(LOOKS)}
     while new:
         orders |= new
-        new = {tuple(move[cup] for cup in order) for order in new for move in MOVES.values()} - orders
+        new = {
+            tuple(move[cup] for cup in order) for order in new for move in MOVES.values()
+        } - orders
     assert len(orders) == 120
     one_way, other_way = (tuple(MOVES[b][MOVES[a][cup]] for cup in LOOKS) for a, b in ("sr", "rs"))
     assert one_way != other_way

@@ -1,4 +1,4 @@
-"""tasks: counts, balance, matched pairs, answers and held-out groups, by a little interpreter written here."""
+"""tasks: counts, balance, pairs, answers and held-out groups, by a small interpreter made here."""
 
 import random
 import re
@@ -9,7 +9,11 @@ import pytest
 
 from corpora import tasks
 
-DISTRACTORS, REGISTERS, WRITES = (0, 8, 32, 128), ((1, 16), (2, 8), (4, 4), (8, 2)), ((8, 2), (8, 4), (8, 8))
+DISTRACTORS, REGISTERS, WRITES = (
+    (0, 8, 32, 128),
+    ((1, 16), (2, 8), (4, 4), (8, 2)),
+    ((8, 2), (8, 4), (8, 8)),
+)
 REGISTER_SETS = sorted({*REGISTERS, *WRITES})
 
 
@@ -69,23 +73,34 @@ def test_memory_has_128_groups_of_10(n):
     examples = tasks.memory(n)
     assert len(examples) == 1280 and [len(group) for group in in_groups(examples)] == [10] * 128
     assert {len(example.prompt) for example in examples} == {{0: 50, 8: 90, 32: 210, 128: 690}[n]}
-    assert all(example.prompt.count("s+=0\n") == n and example.prompt.count("s^=") == 8 for example in examples)
+    assert all(
+        example.prompt.count("s+=0\n") == n and example.prompt.count("s^=") == 8
+        for example in examples
+    )
 
 
 @pytest.mark.parametrize("m, writes", REGISTER_SETS)
 def test_registers_have_128_groups_of_two_schedules_by_m_queries(m, writes):
     examples = tasks.registers(m, writes)
     assert [len(group) for group in in_groups(examples)] == [2 * m] * 128
-    assert {len(example.prompt) for example in examples} == {{16: 180, 32: 276, 64: 468}[m * writes]}
+    assert {len(example.prompt) for example in examples} == {
+        {16: 180, 32: 276, 64: 468}[m * writes]
+    }
     for example in examples:
-        assert Counter(name for name, _ in assignments(example.prompt)) == {f"r{i}": writes for i in range(m)}
+        assert Counter(name for name, _ in assignments(example.prompt)) == {
+            f"r{i}": writes for i in range(m)
+        }
         assert re.search(r"\ns=\d\n(s\+=0\n){7}query=r\d\nV:$", example.prompt)
 
 
 def test_the_sweeps_have_the_papers_counts():
     sets = tasks.probe_sets()
-    assert list(sets) == [*(("completion", n) for n in DISTRACTORS), *(("memory", n) for n in DISTRACTORS),
-                          *(("registers", m) for m, _ in REGISTERS), *(("writes", n) for _, n in WRITES)]
+    assert list(sets) == [
+        *(("completion", n) for n in DISTRACTORS),
+        *(("memory", n) for n in DISTRACTORS),
+        *(("registers", m) for m, _ in REGISTERS),
+        *(("writes", n) for _, n in WRITES),
+    ]
     assert sum(len(sets["registers", m]) for m, _ in REGISTERS) == 3840
     assert [len(sets["writes", n]) for _, n in WRITES] == [2048, 2048, 2048]
     assert sets["registers", 8] == sets["writes", 2] == tasks.registers(8, 2)
@@ -95,18 +110,28 @@ def test_the_sweeps_have_the_papers_counts():
 def test_probe_sets_by_seed_and_number_of_groups():
     few = tasks.probe_sets(seed=3, n_groups=5)
     for key, examples in tasks.probe_sets(seed=3).items():
-        assert few[key] == [example for example in examples if example.group in (0, 1, 2, 3, 4)] != []
-    for make in (lambda seed: tasks.completion(8, seed), lambda seed: tasks.memory(8, seed),
-                 lambda seed: tasks.registers(4, 4, seed)):
+        assert (
+            few[key] == [example for example in examples if example.group in (0, 1, 2, 3, 4)] != []
+        )
+    for make in (
+        lambda seed: tasks.completion(8, seed),
+        lambda seed: tasks.memory(8, seed),
+        lambda seed: tasks.registers(4, 4, seed),
+    ):
         assert make(1) == make(1) != make(2)
 
 
 # Balance, matched pairs, answers
 
 
-@pytest.mark.parametrize("make", [*(lambda n=n: tasks.completion(n) for n in DISTRACTORS),
-                                  *(lambda n=n: tasks.memory(n) for n in DISTRACTORS),
-                                  *(lambda m=m, w=w: tasks.registers(m, w) for m, w in REGISTER_SETS)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda n=n: tasks.completion(n) for n in DISTRACTORS),
+        *(lambda n=n: tasks.memory(n) for n in DISTRACTORS),
+        *(lambda m=m, w=w: tasks.registers(m, w) for m, w in REGISTER_SETS),
+    ],
+)
 def test_answers_are_right_and_balanced_in_every_group(make):
     examples = make()
     assert all(answer(example.prompt) == example.answer for example in examples)
@@ -119,9 +144,14 @@ def test_answers_are_right_and_balanced_in_every_group(make):
 def test_completion_balances_numerals_over_fields_and_answers():
     seen, pairs = Counter(), set()
     for group in in_groups(tasks.completion(0)):
-        fields = [re.match(r"need=(\d\d)\ndone=(\d\d)\ns=(\d)\n", example.prompt).groups() for example in group]
+        fields = [
+            re.match(r"need=(\d\d)\ndone=(\d\d)\ns=(\d)\n", example.prompt).groups()
+            for example in group
+        ]
         a, b = {need for need, _, _ in fields}
-        assert Counter(fields) == {(x, y, s): 1 for x in (a, b) for y in (a, b) for s in {s for _, _, s in fields}}
+        assert Counter(fields) == {
+            (x, y, s): 1 for x in (a, b) for y in (a, b) for s in {s for _, _, s in fields}
+        }
         assert len({s for _, _, s in fields}) == 5
         pairs.add(frozenset((a, b)))
         for (need, done, _), example in zip(fields, group, strict=True):
@@ -145,11 +175,15 @@ def test_register_groups_are_a_schedule_its_complement_and_every_query(m, writes
     for group in in_groups(tasks.registers(m, writes)):
         schedules = list(dict.fromkeys(tuple(assignments(example.prompt)) for example in group))
         assert len(schedules) == 2
-        assert all(name == other and {value, flipped} == {"0", "1"}
-                   for (name, value), (other, flipped) in zip(*schedules, strict=True))
+        assert all(
+            name == other and {value, flipped} == {"0", "1"}
+            for (name, value), (other, flipped) in zip(*schedules, strict=True)
+        )
         bodies = Counter(re.sub(r"query=r\d", "", example.prompt) for example in group)
         assert list(bodies.values()) == [m, m]
-        queries = Counter((tuple(assignments(example.prompt)), example.prompt[-4]) for example in group)
+        queries = Counter(
+            (tuple(assignments(example.prompt)), example.prompt[-4]) for example in group
+        )
         assert queries == {(schedule, str(i)): 1 for schedule in schedules for i in range(m)}
 
 
@@ -180,31 +214,52 @@ def test_the_text_is_right_long_enough_and_the_same_every_time(text):
 
 
 def test_the_text_holds_short_and_long_examples_of_every_kind(text):
-    nulls = {ask: Counter(found.count("\n") for found in re.findall(rf"s=\d\n(?:s\^=\d\n)*((?:s\+=0\n)*){ask}", text))
-             for ask in ("S:", "F:", "query")}
+    nulls = {
+        ask: Counter(
+            found.count("\n")
+            for found in re.findall(rf"s=\d\n(?:s\^=\d\n)*((?:s\+=0\n)*){ask}", text)
+        )
+        for ask in ("S:", "F:", "query")
+    }
     for ask in ("S:", "F:"):
-        assert nulls[ask][0] > 1000 and sum(nulls[ask][n] for n in range(65, 129)) > 100 and max(nulls[ask]) == 128
+        assert (
+            nulls[ask][0] > 1000
+            and sum(nulls[ask][n] for n in range(65, 129)) > 100
+            and max(nulls[ask]) == 128
+        )
     assert max(nulls["query"]) == 7 and nulls["query"][7] > 50
     schedules = [found.split() for found in registers_asked(text)]
     for m in (1, 2, 4, 8):
-        lengths = Counter(len(found) for found in schedules if len({line[:2] for line in found}) == m)
-        assert lengths[m] > 500 and sum(lengths[n] for n in range(48, 65)) > 30 and max(lengths) == 64
+        lengths = Counter(
+            len(found) for found in schedules if len({line[:2] for line in found}) == m
+        )
+        assert (
+            lengths[m] > 500 and sum(lengths[n] for n in range(48, 65)) > 30 and max(lengths) == 64
+        )
     assert "\n" * 90 + "r" in text
 
 
 @pytest.mark.parametrize("seed", (0, 1))
 def test_no_probe_group_occurs_in_the_text(text, seed):
     trained = {frozenset(pair) for pair in re.findall(r"need=(\d\d)\ndone=(\d\d)\n", text)}
-    probed = {numeral for example in tasks.completion(0, seed) for numeral in re.findall(r"=(\d\d)", example.prompt)}
+    probed = {
+        numeral
+        for example in tasks.completion(0, seed)
+        for numeral in re.findall(r"=(\d\d)", example.prompt)
+    }
     assert len(trained) > 2000 and len(probed) == 20 and not set().union(*trained) & probed
 
     trained = set(re.findall(r"(?:s\^=\d\n){8}", text))
-    probed = {re.findall(r"(?:s\^=\d\n){8}", example.prompt)[0] for example in tasks.memory(0, seed)}
+    probed = {
+        re.findall(r"(?:s\^=\d\n){8}", example.prompt)[0] for example in tasks.memory(0, seed)
+    }
     assert len(trained) > 50 and len(probed) == 128 and not trained & probed
 
     trained = set(registers_asked(text))
     for m, writes in REGISTER_SETS:
-        probed = {registers_asked(example.prompt)[0] for example in tasks.registers(m, writes, seed)}
+        probed = {
+            registers_asked(example.prompt)[0] for example in tasks.registers(m, writes, seed)
+        }
         assert len(probed) > 250 and not trained & probed
     long = [found for found in trained if found.count("\n") >= 16]
     assert len(long) > 500
@@ -212,8 +267,13 @@ def test_no_probe_group_occurs_in_the_text(text, seed):
 
 def test_a_schedule_is_held_out_together_with_its_complement_or_not_at_all():
     draw = random.Random(1)
-    kinds = [{tuple(tasks.random_schedule(draw, 1, 16, for_probe)) for _ in range(3000)} for for_probe in (True, False)]
-    assert min(len(schedules) for schedules in kinds) > 2500  # of 65,536: without a rule, more than 100 were in both
+    kinds = [
+        {tuple(tasks.random_schedule(draw, 1, 16, for_probe)) for _ in range(3000)}
+        for for_probe in (True, False)
+    ]
+    assert (
+        min(len(schedules) for schedules in kinds) > 2500
+    )  # of 65,536: without a rule, more than 100 were in both
     complements = {tuple((r, 1 - value) for r, value in schedule) for schedule in kinds[0]}
     assert not (kinds[0] | complements) & kinds[1]
 
