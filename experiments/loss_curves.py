@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-import runlog
+from harness import runlog
 from harness.configurator import UserError, parse, run, setting
 
 
