@@ -1,4 +1,4 @@
-"""The shell game as text: a ball under one of five cups, moves of the cups, and now and then a look.
+"""The shell game as text: a ball under one of five cups, moves of the cups, now and then a look.
 
     ssrrs3srsrsss5srrsrr3srrs5r1rrsrrsrsr3...
 
