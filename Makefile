@@ -16,7 +16,7 @@ demo: .venv/ready
 	$(BIN)/python train.py config/demo.toml $$(test -f out/demo/ckpt.pt && echo --resume || echo --overwrite)
 	$(BIN)/python -m experiments.loss_curves out/demo
 	$(BIN)/python sample.py out/demo --mode=all --prompt="Return the " --max_new_tokens=200
-	$(BIN)/python -m experiments.prefill_passes out/demo --passes=32 --results_dir=out/demo
+	$(BIN)/python -m experiments.prefill_passes out/demo --feedback_passes=32 --results_dir=out/demo
 	$(BIN)/python -m experiments.decoding_modes out/demo --results_dir=out/demo
 
 test: .venv/ready
