@@ -1,1 +1,4 @@
-"""One module per figure: `python -m experiments.NAME`, which prints a table and writes results/NAME.json and .png."""
+"""One module per figure: `python -m experiments.NAME` prints a table and writes NAME.json and .png.
+
+Both go to results/, or to --results_dir.
+"""

@@ -1,4 +1,8 @@
-"""What every experiment shares: its checkpoints and held-out windows, its table, and its JSON file and figure."""
+"""What every experiment shares: runs, held-out windows, the table, the JSON file and the picture.
+
+The preamble of every script of this folder, so that `python experiments/NAME.py` works as well as
+`python -m experiments.NAME`, is the `if __package__ ...` lines before its imports from this house.
+"""
 
 import datetime
 import hashlib
@@ -17,12 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.checkpoint import load_model, without_feedback
-from harness.configurator import UserError, setting
+from harness.checkpoint import FREE_ON_RESUME, load_model, without_feedback
+from harness.configurator import UserError, require, setting
+from harness.data import even_starts, load_meta, load_tokens, windows
 from harness.machine import pick_device
 from model import GPT
-from harness.data import load_meta, load_tokens
-from harness.data import even_starts, windows
+
+ROOT = Path(__file__).resolve().parents[1]  # where the commit is asked for
+WIDTH = 7  # inches of a picture; on a page it is about as wide as a line of text
+POINTS = 9  # the smallest letters in a picture of that width
+LOSS = "loss (nats per token)"  # the label of every axis that shows one
 
 
 @dataclass(frozen=True)
@@ -36,29 +44,43 @@ class Settings:
     results_dir: str = setting("results", "where NAME.json and NAME.png go", path=True)
 
     def __post_init__(self):
-        if self.seed < 0 or self.n_windows < 1:
-            raise ValueError(f"seed={self.seed} must not be negative, n_windows={self.n_windows} be at least 1")
+        require(self, "seed", self.seed >= 0, "at least 0")
+        require(self, "n_windows", self.n_windows >= 1, "at least 1")
+
+
+# Runs and their data
 
 
 def load(path: str, settings: Settings) -> tuple[GPT, dict, np.ndarray]:
-    """A model in eval mode on its device, its checkpoint without tensors, and its validation tokens.
+    """A run's model in eval mode, its checkpoint without tensors, and its validation tokens.
 
     UserError where data_dir holds other data than it was trained on.
     """
+    path = os.path.expanduser(path)
     model, checkpoint = load_model(path, pick_device(settings.device))
-    folder = Path(settings.data_dir) / checkpoint["train_config"]["dataset"]
+    folder = Path(settings.data_dir).expanduser() / checkpoint["train_config"]["dataset"]
     meta = load_meta(folder)
-    if (meta["sha256"], meta["tokenizer"]) != (checkpoint["dataset"]["sha256"], checkpoint["tokenizer"]):
-        raise UserError(f"{folder} was prepared from another text than {path} was trained on; prepare that text again")
-    for part in ("model", "optimizers"):  # several runs may be held at once; the model has its own weights
+    same_text = meta["sha256"] == checkpoint["dataset"]["sha256"]
+    same_symbols = meta["tokenizer"] == checkpoint["tokenizer"]
+    if not (same_text and same_symbols):
+        raise UserError(
+            f"{folder} was prepared from another text than {path} was trained on; "
+            "prepare that text again"
+        )
+    # Several runs may be held at once, and the model has its own weights.
+    for part in ("model", "optimizers"):
         del checkpoint[part]
     return model, checkpoint, load_tokens(folder, "val", meta)
 
 
 def held_out(model: GPT, tokens: np.ndarray, n_windows: int) -> tuple[Tensor, Tensor]:
-    """Tokens and next tokens (n_windows or fewer, block_size) of evenly spaced windows, on the model's device."""
+    """Tokens and next tokens, (n_windows or fewer, block_size) each, on the model's device.
+
+    The windows are evenly spaced over the split.
+    """
     block_size = model.config.block_size
-    return windows(tokens, even_starts(tokens, n_windows, block_size), block_size, model.embedding.weight.device)
+    starts = even_starts(tokens, n_windows, block_size)
+    return windows(tokens, starts, block_size, model.embedding.weight.device)
 
 
 def start(paths: list[str], settings: Settings) -> tuple[float, list[tuple[GPT, dict, np.ndarray]]]:
@@ -68,10 +90,13 @@ def start(paths: list[str], settings: Settings) -> tuple[float, list[tuple[GPT, 
     """
     began = time.perf_counter()
     loaded = [load(path, settings) for path in paths]
-    folder = Path(settings.results_dir).absolute()
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise UserError(f"--results_dir={settings.results_dir}: {there} is no folder that can be written; name another")
+    folder = Path(settings.results_dir).expanduser().absolute()
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        raise UserError(
+            f"--results_dir={settings.results_dir}: {nearest} is not a folder that can be written; "
+            "name another"
+        )
     return began, loaded
 
 
@@ -83,65 +108,178 @@ def need_feedback(path: str, checkpoint: dict) -> None:
 
 def labels(paths: list[str]) -> list[str]:
     """The runs' folder names; the paths themselves where two runs' folders have the same name."""
-    names = [(Path(path) if Path(path).is_dir() else Path(path).parent).resolve().name for path in paths]
+    names = []
+    for path in paths:
+        place = Path(path).expanduser()
+        folder = place if place.is_dir() else place.parent
+        names.append(folder.resolve().name)
     return names if len(set(names)) == len(names) else paths
+
+
+def groups(names: list[str], checkpoints: list[dict]) -> dict[str, list[int]]:
+    """Which runs differ in their seed alone: a label for each group, and its runs' places.
+
+    A group of several is labelled by what its runs' names begin with, e.g. `demo` for `demo_1` and
+    `demo_2`; a single run keeps its name.
+    """
+    ignored = FREE_ON_RESUME - {"max_iters"} | {"seed"}
+    members: dict[str, list[int]] = {}
+    for place, checkpoint in enumerate(checkpoints):
+        settings = checkpoint["model_config"] | checkpoint["train_config"]
+        kept = {name: value for name, value in settings.items() if name not in ignored}
+        members.setdefault(json.dumps(kept, sort_keys=True), []).append(place)
+    grouped = {}
+    for places in members.values():
+        label = names[places[0]]
+        if len(places) > 1:
+            common = os.path.commonprefix([names[place] for place in places])
+            label = common.rstrip("_-./") or label
+        while label in grouped:  # two groups whose runs' names begin alike
+            label += "'"
+        grouped[label] = places
+    return grouped
+
+
+# Numbers
+
+
+def student(values: Iterable[float]) -> float | None:
+    """Half of Student's 95% interval of the mean of values (N,); None for a single one."""
+    from scipy.stats import t
+
+    sample = np.asarray(list(values), float)  # (N,)
+    n = len(sample)
+    if n < 2:
+        return None
+    return float(t.ppf(0.975, n - 1) * sample.std(ddof=1) / n**0.5)
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     """A Markdown table, its columns aligned; floats with four significant digits."""
-    text = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in [list(header), *rows]]
-    widths = [max(map(len, column)) for column in zip(*text, strict=True)]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in text]
+    text = [[str(cell) for cell in header]]
+    for row in rows:
+        text.append([f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row])
+    widths = [max(len(cell) for cell in column) for column in zip(*text, strict=True)]
+    lines = []
+    for row in text:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("| " + " | ".join(cells) + " |")
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
 
 
 def cached(folder: str, model: GPT, key: list, compute: Callable[[], dict]) -> dict:
-    """compute()'s numbers, kept in `folder` by a hash of weights, key and commit, and read from there the next time.
+    """compute()'s numbers, kept in `folder` by a hash of the weights, the key and the commit.
 
-    So an experiment that was interrupted goes on with what it has. UserError where the folder cannot be written.
+    So an experiment that was interrupted continues with what it has. UserError where the folder
+    cannot be written.
     """
-    weights = b"".join(weight.cpu().numpy().tobytes() for weight in model.state_dict().values())
-    digest = hashlib.sha256(weights + json.dumps([commit(), *key]).encode()).hexdigest()[:16]
-    file, part = Path(folder, f"{digest}.json"), Path(folder, f"{digest}.{os.getpid()}.tmp")
+    weights = [weight.cpu().numpy().tobytes() for weight in model.state_dict().values()]
+    what = json.dumps([commit(), *key]).encode()
+    digest = hashlib.sha256(b"".join(weights) + what).hexdigest()[:16]
+    file = Path(folder).expanduser() / f"{digest}.json"
     if not file.exists():
         numbers = compute()
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(numbers))
-            part.replace(file)
+            write(file, json.dumps(numbers))
         except OSError as error:
             raise UserError(f"{folder}: {error}; name a folder that can be written") from None
     return json.loads(file.read_text())
 
 
+# Results
+
+
 def commit() -> str:
-    """The commit that made the results, "-dirty" after it for changed files; unknown without git or its repository."""
+    """The commit that made the results, "-dirty" after it for changed files.
+
+    "unknown" without git or its repository.
+    """
+    command = ["git", "describe", "--always", "--dirty"]
     try:
-        done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     except OSError:
         return "unknown"
     return done.stdout.strip() or "unknown"
 
 
-def save(name: str, settings: Settings, began: float, numbers: dict, draw: Callable[[Any], None]) -> None:
-    """Writes results_dir/name.json (the numbers, and how they came about) and name.png, which draw(figure) fills.
+def write(file: Path, text: str) -> None:
+    """Writes a file whole or not at all, and its folder. OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    part.write_text(text)
+    part.replace(file)
 
-    name: the experiment's, or EXPERIMENT/PART; began: the time that `start` returned.
+
+def save(
+    name: str,
+    settings: Settings,
+    began: float,
+    numbers: dict,
+    draw: Callable[[Any], None],
+) -> None:
+    """Writes results_dir/name.json (the numbers, and how they came about), then name.png.
+
+    name: the experiment's, or EXPERIMENT/PART. began: the time that `start` returned. The picture
+    comes last, so that whatever goes wrong with it, the numbers are on disk.
     """
-    from matplotlib.figure import Figure
-
-    folder = Path(settings.results_dir)
-    how = {"command": f"python -m experiments.{name.split('/')[0]} {shlex.join(sys.argv[1:])}",
-           "settings": asdict(settings), "commit": commit(),
-           "device": str(pick_device(settings.device)), "torch": torch.__version__,
-           "date": datetime.date.today().isoformat(), "seconds": round(time.perf_counter() - began, 1)}
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    draw(figure)
+    folder = Path(settings.results_dir).expanduser()
+    module = name.split("/")[0]
+    how = {
+        "command": f"python -m experiments.{module} {shlex.join(sys.argv[1:])}",
+        "settings": asdict(settings),
+        "commit": commit(),
+        "device": str(pick_device(settings.device)),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
     try:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.json").write_text(json.dumps(how | numbers, indent=1) + "\n")
-        figure.savefig(folder / f"{name}.png", dpi=110)
+        write(folder / f"{name}.json", json.dumps(how | numbers, indent=1) + "\n")
     except OSError as error:
-        raise UserError(f"--results_dir={folder}: {error}; name a folder that can be written") from None
-    print(f"wrote {folder}/{name}.json and {name}.png")
+        raise UserError(
+            f"--results_dir={folder}: {error}; name a folder that can be written"
+        ) from None
+    print(f"wrote {folder / name}.json")
+    if draw_picture(folder / f"{name}.png", draw):
+        print(f"wrote {folder / name}.png")
+
+
+def draw_picture(file: Path, draw: Callable[[Any], None]) -> bool:
+    """Writes a picture that draw(figure) fills. Any failure costs the picture alone, and one line.
+
+    draw may change the figure's height; its width stays WIDTH inches, or its letters grow with it.
+    """
+    # A notebook's MPLBACKEND may name a module that this environment lacks. Only files are drawn.
+    os.environ.pop("MPLBACKEND", None)
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        with matplotlib.rc_context({"font.size": POINTS, "axes.titlesize": POINTS + 1}):
+            figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
+            FigureCanvasAgg(figure)
+            draw(figure)
+            enlarge_letters(figure)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(file, dpi=840 / figure.get_figwidth())
+    except Exception as error:  # whatever it is, it must not take the numbers with it
+        reason = " ".join(str(error).split())
+        print(f"no picture {file} ({type(error).__name__}: {reason})", file=sys.stderr)
+        return False
+    return True
+
+
+def enlarge_letters(figure) -> None:
+    """Raises each letter of a figure to at least POINTS, for a figure WIDTH inches wide."""
+    from matplotlib.text import Text
+
+    least = POINTS * figure.get_figwidth() / WIDTH
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            # Ticks are made late, so their size is set for all that will be.
+            axis.set_tick_params(which="both", labelsize=least)
+    for text in figure.findobj(Text):
+        if text.get_fontsize() < least:
+            text.set_fontsize(least)

@@ -1,0 +1,206 @@
+"""experiments/report.py: tables, windows, groups, and results that outlive their picture."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from by_hand import refused, run_experiment, validation, window_rows
+
+from experiments import decoding_modes, prefill_passes, report
+from harness.checkpoint import load_model
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_table_by_hand():
+    assert report.table(["run", "loss"], [["a", 1.23456], ["longer", ""], ["c", 12]]) == (
+        "| run    | loss  |\n"
+        "|--------|-------|\n"
+        "| a      | 1.235 |\n"
+        "| longer |       |\n"
+        "| c      | 12    |"
+    )
+
+
+def test_held_out_windows_are_even_and_hold_each_next_token(corpus, tiny_run):
+    model, _ = load_model(tiny_run)
+    tokens = validation(corpus)
+    idx, targets = report.held_out(model, tokens, 7)
+    expected = window_rows(tokens, 7)
+    assert idx.tolist() == expected[:, :-1].tolist()
+    assert targets.tolist() == expected[:, 1:].tolist()
+
+
+def test_labels_are_folder_names_unless_two_are_the_same(tmp_path):
+    for name in ("one/run", "two/run", "two/other"):
+        (tmp_path / name).mkdir(parents=True)
+    first = str(tmp_path / "one/run")
+    second = str(tmp_path / "two/run")
+    other = str(tmp_path / "two/other")
+    assert report.labels([first, f"{other}/ckpt.pt"]) == ["run", "other"]
+    assert report.labels([first, second]) == [first, second]
+
+
+def settings_of(seed=1, fusion="gated", max_iters=10, out_dir="a") -> dict:
+    """What `groups` reads of a checkpoint."""
+    train = {"seed": seed, "max_iters": max_iters, "out_dir": out_dir}
+    return {"model_config": {"fusion": fusion}, "train_config": train}
+
+
+def test_groups_are_of_runs_that_differ_in_their_seed_alone():
+    checkpoints = [
+        settings_of(1, "none"),
+        settings_of(1),
+        settings_of(2, out_dir="b"),
+        settings_of(2, "none"),
+        settings_of(1, max_iters=20),
+    ]
+    names = ["plain_1", "full_1", "full_2", "plain_2", "long"]
+    grouped = report.groups(names, checkpoints)
+    assert grouped == {"plain": [0, 3], "full": [1, 2], "long": [4]}
+    two = [settings_of(1), settings_of(2), settings_of(1, "add"), settings_of(2, "add")]
+    assert report.groups(["x_1", "x_2", "x_3", "x_4"], two) == {"x": [0, 1], "x'": [2, 3]}
+
+
+def test_students_interval_by_hand():
+    # t of 2 degrees of freedom at 0.975 is 4.303; the values' standard deviation is 1.
+    assert report.student([1, 2, 3]) == pytest.approx(4.3027 / 3**0.5, abs=1e-4)
+    assert report.student([1.5]) is None
+
+
+def test_json_says_how_it_came_about(corpus, tiny_run, tmp_path, monkeypatch):
+    words = [tiny_run, "--seed=5", "--device=cpu"]
+    monkeypatch.setattr(sys, "argv", ["prefill_passes.py", *words])
+    numbers = run_experiment(prefill_passes, corpus, tmp_path, *words)
+    command = f"python -m experiments.prefill_passes {tiny_run} --seed=5 --device=cpu"
+    assert numbers["command"] == command
+    assert numbers["settings"]["seed"] == 5
+    assert numbers["settings"]["n_windows"] == 120
+    assert numbers["device"] == "cpu" and numbers["torch"] == torch.__version__
+    assert 0 < numbers["seconds"] < 60 and len(numbers["date"]) == 10
+
+
+def test_the_command_can_be_pasted_and_git_may_be_missing(
+    corpus, tiny_run, tmp_path, monkeypatch
+):
+    words = [tiny_run, "--stop=\n x", "--n_samples=1", "--n_windows=1", "--max_new_tokens=4"]
+    monkeypatch.setattr(sys, "argv", ["decoding_modes.py", *words])
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    numbers = run_experiment(decoding_modes, corpus, tmp_path, *words)
+    assert numbers["commit"] == "unknown"
+    pasted = shlex.split(numbers["command"])
+    assert pasted == ["python", "-m", "experiments.decoding_modes", *words]
+    git = tmp_path / "bin/git"
+    git.write_text("#!/bin/sh\necho 1a2b3c-dirty\n")
+    git.chmod(0o755)
+    assert report.commit() == "1a2b3c-dirty"
+    git.write_text("#!/bin/sh\necho not a repository >&2\nexit 128\n")
+    assert report.commit() == "unknown"
+
+
+def test_a_results_dir_that_cannot_be_is_named(corpus, tiny_run, tmp_path):
+    (tmp_path / "file").write_text("")
+    bad = f"--results_dir={tmp_path}/file/x"
+    words = (tiny_run, "--n_windows=1", f"--data_dir={corpus}", bad)
+    assert bad in refused(prefill_passes, *words)
+
+
+def test_a_home_folder_is_expanded(corpus, tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run").symlink_to(tiny_run)
+    (tmp_path / "data").symlink_to(corpus)
+    words = ["~/run", "--n_windows=1", "--data_dir=~/data", "--results_dir=~/r"]
+    assert prefill_passes.main(words) == 0
+    assert (tmp_path / "r/prefill_passes.json").exists()
+    assert not Path("~").exists()
+
+
+def test_another_text_is_refused(tiny_run, tmp_path):
+    import prepare
+
+    (tmp_path / "tiny.txt").write_text("another text " * 200)
+    prepare.main([f"--input={tmp_path}/tiny.txt", f"--data_dir={tmp_path}"])
+    words = (tiny_run, f"--data_dir={tmp_path}", f"--results_dir={tmp_path}/r")
+    assert "another text" in refused(prefill_passes, *words)
+    assert "another text" in refused(decoding_modes, *words)
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_picture_that_fails_costs_only_itself(tmp_path, capsys):
+    def broken(figure):
+        assert json.loads((tmp_path / "x.json").read_text())["loss"] == 2.5  # already there
+        raise RuntimeError("no\nink")
+
+    report.save("x", report.Settings(results_dir=str(tmp_path)), 0.0, {"loss": 2.5}, broken)
+    printed = capsys.readouterr()
+    assert json.loads((tmp_path / "x.json").read_text())["loss"] == 2.5
+    assert printed.err == f"no picture {tmp_path}/x.png (RuntimeError: no ink)\n"
+    assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_letters_are_legible_whatever_draw_asks_for(tmp_path, monkeypatch):
+    kept = []
+
+    def small(figure):
+        kept.append(figure)
+        figure.set_size_inches(14, 3)
+        axes = figure.subplots()
+        axes.plot([0, 1], [0, 1], label="a")
+        axes.set_title("large", fontsize=40)
+        axes.set_xlabel("small", fontsize=4)
+        axes.legend(fontsize=5)
+
+    assert report.draw_picture(tmp_path / "a.png", small)
+    (axes,) = kept[0].axes
+    sizes = [axes.xaxis.label, axes.get_legend().texts[0], *axes.get_xticklabels()]
+    assert {text.get_fontsize() for text in sizes} == {18}  # 9 points of 7 inches, twice as wide
+    assert axes.title.get_fontsize() == 40
+
+
+def test_scripts_run_by_their_file_without_a_notebooks_backend(tmp_path, corpus, tiny_run):
+    environment = os.environ | {"MPLBACKEND": "module://not_there.backend"}
+    script = ROOT / "experiments/prefill_passes.py"
+    words = [tiny_run, "--n_windows=1", f"--data_dir={corpus}", f"--results_dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, str(script), *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "prefill_passes.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["decoding_modes", "gaps", "loss_curves", "prefill_passes", "state_tracking", "written_looks"],
+)
+def test_every_script_of_these_has_the_preamble(name):
+    lines = (ROOT / f"experiments/{name}.py").read_text().splitlines()
+    place = lines.index('if __package__ in (None, ""):')
+    path = "    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))"
+    assert lines[place + 1] == path
+    ours = ("from corpora", "from experiments", "from harness", "from model", "import prepare")
+    before = [line for line in lines[:place] if line.startswith(ours)]
+    assert before == []
+
+
+def test_a_mistake_is_one_line_and_exit_code_2():
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.decoding_modes", "--temprature=1"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "--temprature" in done.stderr and "temperature" in done.stderr
