@@ -33,7 +33,7 @@ WRITES = (2, 4, 8)  # of each of 8 registers
 SYMBOLS = "\n+0123456789:=FSV^demnoqrsuxy"
 NULL = "s+=0\n"
 CONTEXT = 8  # updates between the state of `memory` and the distractors
-N_SCHEDULES = 128  # of a probe set of registers, each a group
+FOLDS = 4  # of cross-validation
 NUMERALS = [f"{n:02}" for n in range(100)]
 PROBED = [n for n in NUMERALS if (int(n[0]) + int(n[1])) % 5 == 0]  # 20: each digit twice per place
 TRAINED = [n for n in NUMERALS if n not in PROBED]
@@ -42,14 +42,17 @@ Schedule = list[tuple[int, int]]  # (register, value) of each assignment
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt that ends in a colon, and the character that answers it.
+    """A prompt that ends in a colon, the character that answers it, and where it stands.
 
-    Cross-validation keeps a group whole.
+    group: examples that are each other's counterparts; they stay together in cross-validation.
+    folds: those whose material it holds. A probe of fold f learns from the examples that do not
+    hold f and is tested on those that hold f alone.
     """
 
     prompt: str
     answer: str
     group: int
+    folds: tuple[int, ...]
 
 
 # Prompts
@@ -65,8 +68,8 @@ def memory_prompt(state: int, scratch: int, bits: list[int], distractors: int) -
 
 
 def schedule_prompt(schedule: Schedule, scratch: int, nulls: int) -> str:
-    """All of a register prompt except its query; the scratch's assignment is one of the nulls."""
-    assignments = "".join(f"r{register}={value}\n" for register, value in schedule)
+    """A register prompt without its query; the scratch's own assignment counts as a null update."""
+    assignments = "".join(f"r{r}={value}\n" for r, value in schedule)
     return f"{assignments}s={scratch}\n{NULL * (nulls - 1)}"
 
 
@@ -74,31 +77,46 @@ def query_prompt(register: int) -> str:
     return f"query=r{register}\nV:"
 
 
-# Probe sets
-
-
 def completion(distractors: int, seed: int = 0) -> list[Example]:
-    """1,600 examples of 22 + 5 distractors characters: 80 pairs {a, b} of numerals, 20 per group.
+    """1,600 examples of 22 + 5 distractors characters: 80 pairs {a, b} of numerals, 20 of each.
 
     A group has the assignments (a, a), (a, b), (b, a), (b, b), each after the same 5 starts of the
     scratch. Each of the 20 numerals is in 8 pairs, so it is 40 times in each field with each
-    answer. As in the paper, (a, a) is in each of a's 8 groups: a classifier that could remember
-    prompts would do well on held-out groups without comparing.
+    answer. As in the paper, (a, a) is in each of a's 8 groups: a probe that could remember prompts
+    would do well on held-out groups without comparing. So, which is this project's choice, folds
+    go by numerals, five each: a numeral of a test prompt is in no prompt of the training part. 40
+    of the pairs lie within a fold and are tested, the others serve training alone.
     """
     rng = random.Random(f"completion {seed}")
-    numerals = rng.sample(PROBED, len(PROBED))
-    pairs = []
-    for step in (1, 2, 3, 4):
-        for i, a in enumerate(numerals):
-            pairs.append((a, numerals[(i + step) % len(numerals)]))
+    ring = rng.sample(PROBED, len(PROBED))
+    per_fold = len(ring) // FOLDS
     examples = []
-    for group, (a, b) in enumerate(pairs):
+    for group, (i, j) in enumerate(ring_pairs()):
+        a = ring[i]
+        b = ring[j]
+        folds = tuple(sorted({i // per_fold, j // per_fold}))
         for scratch in rng.sample(range(10), 5):
             for need, done in ((a, a), (a, b), (b, a), (b, b)):
                 prompt = completion_prompt(need, done, scratch, distractors)
                 answer = "d" if need == done else "m"
-                examples.append(Example(prompt, answer, group))
+                examples.append(Example(prompt, answer, group, folds))
     return examples
+
+
+def ring_pairs() -> list[tuple[int, int]]:
+    """The 80 pairs of places on a ring of 20 that are at most four apart, from all folds in turn.
+
+    A fold is an arc of five places, so that each two of its places are a pair.
+    """
+    n = len(PROBED)
+    per_fold = n // FOLDS
+    pairs = []
+    for apart in (1, 2, 3, 4):
+        for place in range(per_fold):
+            for fold in range(FOLDS):
+                i = fold * per_fold + place
+                pairs.append((i, (i + apart) % n))
+    return pairs
 
 
 def memory(distractors: int, seed: int = 0) -> list[Example]:
@@ -110,40 +128,40 @@ def memory(distractors: int, seed: int = 0) -> list[Example]:
     rng = random.Random(f"memory {seed}")
     even = [code for code in range(2**CONTEXT) if code.bit_count() % 2 == 0]
     examples = []
-    codes = rng.sample(even, len(even))
-    for group, code in enumerate(codes):
+    for group, code in enumerate(rng.sample(even, len(even))):
         bits = [code >> i & 1 for i in range(CONTEXT)]
         for scratch in rng.sample(range(10), 5):
             for state in (0, 1):
                 prompt = memory_prompt(state, scratch, bits, distractors)
-                examples.append(Example(prompt, str(state), group))
+                examples.append(Example(prompt, str(state), group, (group % FOLDS,)))
     return examples
 
 
 def registers(n_registers: int, writes: int, seed: int = 0) -> list[Example]:
-    """256 n_registers examples of 84 + 6 assignments characters, 2 n_registers per group.
+    """256 n_registers examples of 84 + 6 assignments characters: 128 schedules, groups of 2 each.
 
     A schedule assigns each register a random value `writes` times, in random order. A group has the
-    schedule and its bitwise complement, with a query of every register. Newlines in front make all
-    prompts equally long.
+    schedule and its bitwise complement, with a query of every register: 2 n_registers examples.
+    Newlines in front make all prompts equally long.
     """
     rng = random.Random(f"registers {n_registers} {writes} {seed}")
     examples = []
-    for group in range(N_SCHEDULES):
+    for group in range(128):
         schedule = random_schedule(rng, n_registers, n_registers * writes, for_probe=True)
         scratch = rng.randrange(10)
+        length = 84 + 6 * len(schedule)
         for flip in (0, 1):
-            flipped = [(register, value ^ flip) for register, value in schedule]
-            body = schedule_prompt(flipped, scratch, nulls=8)
+            flipped = [(r, value ^ flip) for r, value in schedule]
             latest = dict(flipped)
-            for register in range(n_registers):
-                prompt = (body + query_prompt(register)).rjust(84 + 6 * len(schedule), "\n")
-                examples.append(Example(prompt, str(latest[register]), group))
+            body = schedule_prompt(flipped, scratch, nulls=8)
+            for r in range(n_registers):
+                prompt = (body + query_prompt(r)).rjust(length, "\n")
+                examples.append(Example(prompt, str(latest[r]), group, (group % FOLDS,)))
     return examples
 
 
 def probe_sets(seed: int = 0, n_groups: int | None = None) -> dict[tuple[str, int], list[Example]]:
-    """(task, its distractors, registers or writes) -> examples, of the first n_groups or of all.
+    """(task, its distractors, registers or writes) -> examples, of the first n_groups.
 
     `writes` has 8 registers.
     """
@@ -151,12 +169,10 @@ def probe_sets(seed: int = 0, n_groups: int | None = None) -> dict[tuple[str, in
     sets |= {("memory", n): memory(n, seed) for n in DISTRACTORS}
     sets |= {("registers", n): registers(n, 16 // n, seed) for n in REGISTERS}
     sets |= {("writes", n): registers(8, n, seed) for n in WRITES}
-    if n_groups is None:
-        return sets
-    return {
-        name: [example for example in examples if example.group < n_groups]
-        for name, examples in sets.items()
-    }
+    if n_groups is not None:
+        for name, examples in sets.items():
+            sets[name] = [example for example in examples if example.group < n_groups]
+    return sets
 
 
 def random_schedule(

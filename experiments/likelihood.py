@@ -1,168 +1,286 @@
-"""The log-probability of a rollout under Soft by k parallel passes, against the exact one (the paper on off-policy RL).
+"""The log-probability of a Soft rollout by k parallel passes, against the exact one.
 
-    python -m experiments.likelihood out/demo
-    python -m experiments.likelihood out/demo --sampler=out/other     also rollouts that another checkpoint sampled
+    python experiments/likelihood.py out/demo
+    python experiments/likelihood.py out/demo --sampler=out/other    also another one's rollouts
 
-Policy gradients weigh a rollout by a ratio of likelihoods. A Soft rollout's own is recorded while it is sampled, but
-under other weights it takes a replay of O(T) dependent steps, since every input needs the state before it. The paper
-proposes k parallel passes instead (Eqs. 7-9, prompt plain, response fused), a recipe that it has not tried in training.
+Policy gradients weigh what was sampled by a ratio of likelihoods. A Soft rollout's own is recorded
+while it is sampled, but under other weights it takes a replay of O(T) dependent steps, because
+every input needs the state before it. The paper proposes k parallel passes instead (Eqs. 7-9,
+prompt plain, response fused). The public reproduction by its first author reports an error of
+0.0106 nats per token at three passes, no ratio of 128 tokens outside 0.8 to 1.2, and trains with
+three detached passes.
 
-Here: rollouts sampled at temperature 1 from held-out prompts, in float32. Exact is the replay, which on the model's
-own rollouts has to agree with what was recorded. Against it, for each k: the mean absolute error of a token's
-log-probability, and the mean +- standard deviation of the whole response's error, in nats; the importance ratio
-w = exp(approximate - exact) of a response, by its median and 5% to 95%; the effective sample size of these as a share
-of n rollouts, (sum w)^2 / (n sum w^2). One pass is ordinary teacher forcing: Standard's likelihood. Prompt and response
-fit into block_size; as many passes as there are sampled tokens are exact, so a k near that number proves nothing.
+Here: rollouts sampled at temperature 1 from held-out prompts, in float32. Exact is the replay,
+which on the model's own rollouts has to agree with what was recorded. Against it, for each k:
+- tokens: the mean absolute error of a token's log-probability, in nats, and the share of tokens
+  whose ratio w = exp(approximate - exact) is outside 0.8 to 1.2, where PPO and GRPO clip;
+- responses: the mean +- standard deviation of a whole response's error, in nats; the ratio of a
+  response, which is the product over its N tokens, by its median and 5% to 95%; the effective
+  sample size of these as a share of n rollouts, (sum w)^2 / (n sum w^2).
+Enough for the one need not be enough for the other: errors of N tokens add up in a product.
+One pass (k = 1) is ordinary teacher forcing: Standard's likelihood. Prompt and response fit into
+block_size; as many passes as there are sampled tokens are exact, so a k near that number proves
+nothing.
 """
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+if __package__ in (None, ""):  # python experiments/likelihood.py
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from harness.checkpoint import load_model
-from harness.configurator import UserError, parse, run, setting
 from experiments import report
-from experiments.kv_replay import RolloutSettings, lengths, replay
+from experiments.kv_replay import RolloutSettings, prompt_and_response, replay
+from harness.checkpoint import load_model, without_feedback
+from harness.configurator import UserError, parse, require, run, setting
 from harness.machine import pick_device
 from model import GPT, Mode, sampler
 
 
 @dataclass(frozen=True)
 class Settings(RolloutSettings):
-    sampler: str = setting("", "a checkpoint with the same tokenizer, whose rollouts are scored too (off-policy)")
+    sampler: str = setting(
+        "", "a checkpoint with the same tokenizer, whose rollouts are scored too (off-policy)"
+    )
     sampler_mode: Literal["soft", "standard"] = setting("soft", "how that one decodes")
-    tolerance: float = setting(0.01, "a ratio within 1 +- this is trustworthy ...")
+    clip: float = setting(0.2, "a token's ratio outside 1 +- this is clipped, as in PPO and GRPO")
+    tolerance: float = setting(0.01, "a response's ratio within 1 +- this is trustworthy ...")
     share: float = setting(0.95, "... and a k, if for this share of the rollouts it is")
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.tolerance > 0 or not 0 < self.share <= 1:
-            raise ValueError(f"tolerance={self.tolerance} must be positive, share={self.share} above 0 and at most 1")
+        require(self, "clip", self.clip > 0, "positive, e.g. 0.2")
+        require(self, "tolerance", self.tolerance > 0, "positive, e.g. 0.01")
+        require(self, "share", 0 < self.share <= 1, "above 0 and at most 1")
 
 
 @torch.no_grad()
 def log_probs(model: GPT, h: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probabilities (B, N) of tokens (B, N), in nats, float64, given the states before each, h (B, N, D)."""
-    rows = [model.head(states).float().log_softmax(-1).gather(1, row[:, None])[:, 0]  # (N,)
-            for states, row in zip(h, tokens, strict=True)]  # one by one: logits of a large vocabulary take memory
+    """Log-probabilities (B, N) of tokens (B, N), in nats, given the states before each (B, N, D).
+
+    In float64.
+    """
+    rows = []
+    for n in range(len(tokens)):  # row by row: the logits of a large vocabulary take memory
+        rows.append(-model.nll(h[n : n + 1], tokens[n : n + 1])[0])  # (N,)
     return torch.stack(rows).cpu().double()
 
 
 def effective_sample_size(log_weights: Tensor) -> float:
-    """(sum w)^2 / (n sum w^2) of n weights exp(log_weights): 1 when all are equal, 1/n when one has all."""
+    """(sum w)^2 / (n sum w^2) of n weights exp(log_weights).
+
+    1 when all are equal, 1/n when one has all.
+    """
     w = (log_weights - log_weights.max()).exp()  # the size does not matter, and exp overflows
     return (w.sum().square() / (len(w) * w.square().sum())).item()
 
 
-def statistics(approximate: Tensor, exact: Tensor, tolerance: float) -> dict[str, float]:
-    """How far the log-probabilities (B, N) of responses are from the exact ones, and what becomes of their ratios."""
-    error = (approximate - exact).sum(1)  # (B,)
-    low, median, high = error.quantile(error.new_tensor([0.05, 0.5, 0.95])).exp().tolist()
-    return {"token_error": (approximate - exact).abs().mean().item(), "mean_error": error.mean().item(),
-            "error_std": error.std(correction=0).item(), "ratio_5": low, "ratio_median": median, "ratio_95": high,
-            "within": ((error.exp() - 1).abs() <= tolerance).double().mean().item(),
-            "ess": effective_sample_size(error)}
+def ratio_statistics(
+    approximate: Tensor, exact: Tensor, tolerance: float, clip: float
+) -> dict[str, float]:
+    """How far log-probabilities (B, N) of responses are from the exact ones, and their ratios."""
+    error = approximate - exact  # (B, N)
+    ratio = error.exp()  # of a token
+    summed = error.sum(dim=1)  # (B,): the log of a response's ratio
+    low, median, high = summed.quantile(summed.new_tensor([0.05, 0.5, 0.95])).exp().tolist()
+    within = (summed.exp() - 1).abs() <= tolerance  # (B,)
+    return {
+        "token_error": error.abs().mean().item(),
+        "tokens_outside": ((ratio - 1).abs() > clip).double().mean().item(),
+        "mean_error": summed.mean().item(),
+        "error_std": summed.std(correction=0).item(),
+        "ratio_5": low,
+        "ratio_median": median,
+        "ratio_95": high,
+        "within": within.double().mean().item(),
+        "ess": effective_sample_size(summed),
+    }
 
 
-def sample_rollouts(model: GPT, prompts: Tensor, n_new: int, mode: Mode, seed: int) -> tuple[Tensor, Tensor]:
-    """Prompts (B, n_prompt) and N tokens drawn at temperature 1 -> both (B, T), log-probabilities (B, N) of these."""
-    steps = model.generate(prompts, n_new, mode, sampler(1.0, seed=seed))
-    columns, recorded = zip(*steps)
-    return torch.cat([prompts, torch.stack(columns, dim=1)], dim=1), torch.stack(recorded, dim=1).cpu().double()
+def sample_rollouts(
+    model: GPT, prompts: Tensor, n_new: int, mode: Mode, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Prompts (B, n_prompt) and N tokens drawn at temperature 1.
+
+    -> both together (B, T), and the log-probabilities (B, N) of the drawn ones, in float64.
+    """
+    tokens = []
+    recorded = []
+    for token, log_prob in model.generate(prompts, n_new, mode, sampler(1.0, seed=seed)):
+        tokens.append(token)
+        recorded.append(log_prob)
+    drawn = torch.stack(tokens, dim=1)  # (B, N)
+    return torch.cat([prompts, drawn], dim=1), torch.stack(recorded, dim=1).cpu().double()
 
 
-def score(model: GPT, idx: Tensor, n_prompt: int, settings: Settings) -> tuple[Tensor, dict[int, dict[str, float]]]:
-    """The exact log-probabilities (B, N) of the rollouts idx (B, T) under Soft, and the statistics of k passes by k."""
+def score(
+    model: GPT, idx: Tensor, n_prompt: int, settings: Settings
+) -> tuple[Tensor, dict[int, dict[str, float]]]:
+    """The exact log-probabilities (B, N) of rollouts (B, T) under Soft, and k -> its statistics."""
     response = idx[:, n_prompt:]  # (B, N)
-    exact = log_probs(model, replay(model, idx, n_prompt)[1][:, n_prompt - 1:], response)
-    rows = {}
+    _, exact_h = replay(model, idx, n_prompt)  # (B, T-1, D)
+    exact = log_probs(model, exact_h[:, n_prompt - 1 :], response)
+    by_passes = {}
     for k in tqdm(settings.passes, "passes", leave=False, disable=None):
-        h = model.reconstruct(idx[:, :-1], n_prompt, k)[1]  # (B, T-1, D)
-        rows[k] = statistics(log_probs(model, h[:, n_prompt - 1:], response), exact, settings.tolerance)
-    return exact, rows
+        _, h = model.reconstruct(idx[:, :-1], n_prompt, k)  # (B, T-1, D)
+        approximate = log_probs(model, h[:, n_prompt - 1 :], response)
+        by_passes[k] = ratio_statistics(approximate, exact, settings.tolerance, settings.clip)
+    return exact, by_passes
 
 
-def trustworthy(rows: dict[int, dict[str, float]], share: float) -> int | None:
-    """The smallest k whose ratio is within the tolerance for that share of the rollouts, or None."""
-    return min((k for k, row in rows.items() if row["within"] >= share), default=None)
+def trustworthy(by_passes: dict[int, dict[str, float]], share: float) -> int | None:
+    """The smallest k whose responses are within the tolerance for that share of them, or None."""
+    enough = [k for k, row in by_passes.items() if row["within"] >= share]
+    return min(enough, default=None)
 
 
-def summary(name: str, result: dict[str, Any], settings: Settings) -> str:
-    """One line: whether recorded and replayed agree, and which k is trustworthy."""
-    difference, k = result["largest_difference"], result["trustworthy"]
-    by = "its sampler" if difference is None else f"recording (largest difference of a token: {difference:.2g})"
-    found = f"k = {k} is the smallest" if k else f"none of k = {', '.join(map(str, settings.passes))}"
-    return (f"{name}: {result['exact']:.4f} nats a token by replay, {result['recorded']:.4f} by {by}; ratio within 1 "
-            f"+- {settings.tolerance} for {settings.share:.0%} of the rollouts: {found}")
+def unclipped(by_passes: dict[int, dict[str, float]]) -> int | None:
+    """The smallest k that has no token's ratio outside the clip range, or None."""
+    enough = [k for k, row in by_passes.items() if row["tokens_outside"] == 0]
+    return min(enough, default=None)
+
+
+def verdict(name: str, result: dict[str, Any], n_new: int, settings: Settings) -> str:
+    """Three sentences: do recorded and replayed agree, and which k suffices for what."""
+
+    def smallest(k: int | None) -> str:
+        if k is None:
+            return f"none of k = {', '.join(map(str, settings.passes))} is enough"
+        return f"k = {k} is the smallest"
+
+    if result["largest_difference"] is None:
+        by = "by its sampler"
+    else:
+        difference = result["largest_difference"]
+        by = f"by recording (largest difference of a token: {difference:.2g})"
+    clip = settings.clip
+    return (
+        f"{name}: {result['exact']:.4f} nats per token by replay, {result['recorded']:.4f} {by}. "
+        f"No token's ratio outside {1 - clip:g} to {1 + clip:g}: {smallest(result['unclipped'])}. "
+        f"A response's ratio, the product over {n_new} tokens of this model, within 1 +- "
+        f"{settings.tolerance} for {settings.share:.0%} of the rollouts: "
+        f"{smallest(result['trustworthy'])}."
+    )
 
 
 def load_sampler(settings: Settings, path: str, tokenizer: dict) -> GPT:
-    """The other checkpoint's model; UserError where it reads other tokens or cannot decode as it is asked to."""
+    """The other checkpoint's model.
+
+    UserError where it reads other tokens or cannot decode as it is asked to.
+    """
     model, checkpoint = load_model(settings.sampler, pick_device(settings.device))
     if checkpoint["tokenizer"] != tokenizer:
-        raise UserError(f"--sampler={settings.sampler}: its tokenizer is not that of {path}; take one of its data")
-    if settings.sampler_mode == "soft" and (model.fusion is None or not checkpoint["feedback_steps"]):
-        raise UserError(f"--sampler={settings.sampler} never trained latent feedback; give --sampler_mode=standard")
+        raise UserError(
+            f"--sampler={settings.sampler}: its tokenizer is not that of {path}; name a checkpoint "
+            "of the same data"
+        )
+    if settings.sampler_mode == "soft" and without_feedback(settings.sampler, checkpoint):
+        raise UserError(
+            f"--sampler={settings.sampler} never trained latent feedback; give "
+            "--sampler_mode=standard"
+        )
     return model
 
 
-def draw(figure, results: dict[str, dict[str, Any]], tolerance: float) -> None:
-    figure.set_size_inches(12, 4.2)
-    by_token, by_ratio, by_size = figure.subplots(1, 3)
+# --------------------------------------------------------------------------------------------------
+
+
+def plot(figure, results: dict[str, dict[str, Any]], settings: Settings) -> None:
+    """Above what a token loses, below what a response loses, against the number of passes."""
+    figure.set_size_inches(7, 6.4)
+    (token_error, outside), (ratio, size) = figure.subplots(2, 2)
     for color, (name, result) in enumerate(results.items()):
         ks = list(result["passes"])
-        column = {key: [row[key] for row in result["passes"].values()] for key in result["passes"][ks[0]]}
-        for axes, key in ((by_token, "token_error"), (by_ratio, "ratio_median"), (by_size, "ess")):
-            axes.plot(ks, column[key], "o-", ms=4, color=f"C{color}", label=name)
-        by_ratio.fill_between(ks, column["ratio_5"], column["ratio_95"], color=f"C{color}", alpha=0.2,
-                              label=f"{name}: 5% to 95%")
-    by_ratio.axhspan(1 - tolerance, 1 + tolerance, color="0.5", alpha=0.4, label=f"1 +- {tolerance}")
-    for axes in (by_token, by_ratio, by_size):
-        axes.set(xscale="log", xlabel="parallel passes k (1: Standard's likelihood)", xticks=ks, xticklabels=ks)
-        axes.minorticks_off()
-    by_token.set(yscale="log", ylabel="mean error of a token's log-probability (nats)")
-    by_ratio.set(yscale="log", ylabel="importance ratio of a response")
-    by_size.set(ylim=(0, 1.03), ylabel="effective sample size (share of the rollouts)")
-    by_ratio.legend(fontsize=8)
-    by_size.legend(fontsize=8)
+        rows = list(result["passes"].values())
+        look = {"marker": "o", "ms": 4, "color": f"C{color}"}
+        token_error.plot(ks, [row["token_error"] for row in rows], label=name, **look)
+        outside.plot(ks, [100 * row["tokens_outside"] for row in rows], **look)
+        ratio.plot(ks, [row["ratio_median"] for row in rows], **look)
+        low = [row["ratio_5"] for row in rows]
+        high = [row["ratio_95"] for row in rows]
+        ratio.fill_between(ks, low, high, color=f"C{color}", alpha=0.2)
+        size.plot(ks, [row["ess"] for row in rows], **look)
+    tolerance = settings.tolerance
+    ratio.axhspan(1 - tolerance, 1 + tolerance, color="0.5", alpha=0.4)
+    clip = settings.clip
+    token_error.set(yscale="log", ylabel="nats", title="error of a token")
+    outside.set(ylabel="%", title=f"tokens outside {1 - clip:g} to {1 + clip:g}")
+    outside.set_ylim(bottom=0)
+    ratio.set(yscale="log", ylabel="median; 5% to 95%", title="ratio of a response")
+    size.set(ylim=(0, 1.03), ylabel="share of the rollouts", title="effective sample size")
+    for panel in (token_error, outside, ratio, size):
+        panel.set(xscale="log", xlabel="parallel passes k", xticks=ks, xticklabels=ks)
+        panel.minorticks_off()
+    handles, labels = token_error.get_legend_handles_labels()
+    title = "rollouts (k = 1: plain, Standard's likelihood)"
+    figure.legend(
+        handles, labels, title=title, loc="outside lower center", ncols=2, fontsize=9
+    )
+
+
+def table_rows(name: str, by_passes: dict[int, dict[str, float]]) -> list[list]:
+    rows = []
+    for k, row in by_passes.items():
+        token = [row["token_error"], 100 * row["tokens_outside"]]
+        response = f"{row['mean_error']:.3g} +- {row['error_std']:.3g}"
+        ratios = [row["ratio_5"], row["ratio_median"], row["ratio_95"]]
+        shares = [100 * row["within"], 100 * row["ess"]]
+        rows.append([name, k, *token, response, *ratios, *shares])
+    return rows
 
 
 def main(argv: list[str]) -> int:
-    settings, words = parse(argv, Settings, doc=__doc__, positional="checkpoint")
-    if len(words) != 1:
-        raise UserError("name one checkpoint, as in: python -m experiments.likelihood out/demo --sampler=out/other")
-    began, [(model, checkpoint, tokens)] = report.start(words, settings)
-    report.need_feedback(words[0], checkpoint)
+    settings, paths = parse(argv, Settings, doc=__doc__, positional="checkpoint")
+    if len(paths) != 1:
+        raise UserError("name one checkpoint, as in: python experiments/likelihood.py out/demo")
+    began, [(model, checkpoint, tokens)] = report.start(paths, settings)
+    report.need_feedback(paths[0], checkpoint)
     samplers: dict[str, tuple[GPT, Mode]] = {"its own": (model, "soft")}
+    block_size = model.config.block_size
     if settings.sampler:
-        other = load_sampler(settings, words[0], checkpoint["tokenizer"])
-        label = report.labels([words[0], settings.sampler])[1]
+        other = load_sampler(settings, paths[0], checkpoint["tokenizer"])
+        label = report.labels([paths[0], settings.sampler])[1]
         samplers[f"{label}'s, {settings.sampler_mode}"] = other, settings.sampler_mode
-    n_prompt, n_new = lengths(settings, min(who.config.block_size for who, _ in samplers.values()))
-    prompts = report.held_out(model, tokens, settings.n_windows)[0][:, :n_prompt]
-    results, lines, rows = {}, [], []
+        block_size = min(block_size, other.config.block_size)
+    n_prompt, n_new = prompt_and_response(settings, block_size)
+    held_out, _ = report.held_out(model, tokens, settings.n_windows)
+    prompts = held_out[:, :n_prompt]
+    results = {}
+    rows = []
     for name, (who, mode) in samplers.items():
         idx, recorded = sample_rollouts(who, prompts, n_new, mode, settings.seed)
         exact, by_passes = score(model, idx, n_prompt, settings)
-        trusted = trustworthy(by_passes, settings.share)
-        results[name] = {"recorded": recorded.mean().item(), "exact": exact.mean().item(), "trustworthy": trusted,
-                         "largest_difference": (recorded - exact).abs().max().item() if who is model else None,
-                         "passes": by_passes}
-        rows += [[name, k, row["token_error"], f"{row['mean_error']:.3g} +- {row['error_std']:.3g}", row["ratio_5"],
-                  row["ratio_median"], row["ratio_95"], 100 * row["within"], 100 * row["ess"]]
-                 for k, row in by_passes.items()]
-        lines += [summary(name, results[name], settings)]
-    header = ["rollouts", "passes", "error of a token", "of a response", "ratio, 5%", "median", "95%",
-              f"in 1 +- {settings.tolerance}, %", "ESS, %"]
-    about = (f"{words[0]}: log-probabilities (nats) of {len(prompts)} rollouts of {n_new} tokens after {n_prompt} of "
-             f"prompt; {n_new} passes are exact by construction")
-    print(about, report.table(header, rows), "\n".join(lines), sep="\n\n")
-    numbers = {"checkpoint": words[0], "rollouts": len(prompts), "n_prompt": n_prompt, "n_new": n_new,
-               "results": results}
-    report.save("likelihood", settings, began, numbers, lambda figure: draw(figure, results, settings.tolerance))
+        difference = (recorded - exact).abs().max().item() if who is model else None
+        results[name] = {
+            "recorded": recorded.mean().item(),
+            "exact": exact.mean().item(),
+            "largest_difference": difference,
+            "unclipped": unclipped(by_passes),
+            "trustworthy": trustworthy(by_passes, settings.share),
+            "passes": by_passes,
+        }
+        rows += table_rows(name, by_passes)
+    print(
+        f"{paths[0]}: log-probabilities (nats) of {len(prompts)} rollouts of {n_new} tokens after "
+        f"{n_prompt} tokens of prompt; {n_new} passes are exact by construction\n"
+    )
+    header = ["rollouts", "passes", "error of a token", f"outside 1 +- {settings.clip}, %"]
+    header += ["error of a response", "its ratio, 5%", "median", "95%"]
+    header += [f"in 1 +- {settings.tolerance}, %", "ESS, %"]
+    print(report.table(header, rows))
+    for name, result in results.items():
+        print("\n" + verdict(name, result, n_new, settings))
+    numbers = {"checkpoint": paths[0], "rollouts": len(prompts), "n_prompt": n_prompt}
+    numbers |= {"n_new": n_new, "results": results}
+    report.save(
+        "likelihood", settings, began, numbers, lambda figure: plot(figure, results, settings)
+    )
     return 0
 
 

@@ -1,28 +1,51 @@
-"""What the states hold: linear probes at every depth of a prompt's last colon, and the model's own answers.
+"""What the states hold: linear probes of a prompt's last colon, and the model's own answers.
 
-    python -m experiments.probe out/tasks
+    python experiments/probe.py out/tasks_1 out/tasks_2 out/tasks_3 out/tasks_plain_1 ...
 
-The paper: at depth 0 a standard prefill leaves a probe at chance; one recurrent step makes the state decodable there.
+The paper: at depth 0 a standard prefill leaves a probe at chance, and one recurrent step makes the
+state decodable there. From the paper are the three families of prompts and their counts, the
+depths, the prefills `standard`, `last 1`, `last 2`, `last 4` and `recurrent`, and four folds, none
+of which divides a group. This project's choices are the wording of the prompts (corpora/tasks.py),
+a model of two layers trained on them alone, the folds by numerals of `completion`, the prefills
+`fused` and `fused 3`, the model's own answers, and several trainings.
 
-Prompts, see tasks.py: `completion` and `memory` behind 0, 8, 32 or 128 distractors, `registers` of 1, 2, 4 or 8 with 16
-assignments in all, and `writes`: 8 registers with 2 (the same examples again), 4 or 8 assignments each.
-Prefills: standard; recurrent over the last 1, 2 or 4 tokens, or over all but the first, one by one; fused, one or three
-passes after the plain one. A model that never trained feedback has the standard one only.
+Prompts: `completion` and `memory` behind 0, 8, 32 or 128 distractors; `registers` of 1, 2, 4 or 8
+with 16 assignments in all; `writes`: 8 registers with 2 (the same examples again), 4 or 8
+assignments each.
 
-Measured, each with its standard error over the groups of a probe set (chance is 0.5: all groups are balanced):
-- the accuracy of probes of the residual stream, from depth 0 (the first block's input, normed) to n_layer (the last
-  block's output): L2-regularised logistic regression on features standardised within the fold, four-fold
-  cross-validation with all of a group in one fold. At depth 0 `last 1` and `fused` are the same: both fuse the plain
-  state one position back. An untrained model's states hold something too: compare with a run of --max_iters=1;
-- the accuracy of the model's own answer: the likelier of the two possible ones, and (in the JSON file) the likeliest of
-  all characters. Soft decoding's first token is the standard prefill's.
+Prefills: standard; recurrent over the last 1, 2 or 4 tokens, or over all but the first, one by one;
+fused, by one or three feedback passes. A model that never trained feedback has the standard one
+only.
+
+Measured (chance is 0.5, because all groups are balanced):
+- the accuracy of probes of the residual stream, from depth 0 (the first block's input, normed) to
+  n_layer (the last block's output): L2-regularised logistic regression on features standardised
+  within the training part. No numeral of a `completion` prompt that is tested occurs in training,
+  so a probe cannot know its pair by heart. At depth 0 `last 1` and `fused` are the same: both fuse
+  the plain state one position back. An untrained model's states hold something too: compare with a
+  run of --max_iters=1;
+- the accuracy of the model's own answer: the likelier of the two possible ones, and (in the JSON
+  file) the likeliest of all characters. Soft decoding's first token is the standard prefill's.
+
+Checkpoints whose settings differ in the seed alone are trainings of one series: its numbers are the
+mean over them and, from two on, Student's 95% interval of this mean. A single training has the
+standard error over the groups of a probe set instead. A plain model of equal token-passes, as
+config/tasks.toml trains it, is a series like any other.
 """
 
 import contextlib
 import importlib.util
+import json
+import os
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+
+if __package__ in (None, ""):  # python experiments/probe.py
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
@@ -30,169 +53,408 @@ from torch import Tensor
 from tqdm import tqdm
 
 from corpora import tasks
+from experiments import report
 from harness.checkpoint import without_feedback
-from harness.configurator import UserError, parse, run, setting
-from experiments.report import Settings as Shared
-from experiments.report import cached, labels, save, start, table
-from model import GPT
+from harness.configurator import UserError, parse, require, run, setting
 from harness.tokenizer import CharTokenizer, make_tokenizer
+from model import GPT
 
 BATCH = 256  # prompts at a time
-FOLDS = 4
-LAST = {"standard": 0, "last 1": 1, "last 2": 2, "last 4": 4, "recurrent": None}  # recurrent tokens; None: all but one
-FUSED = {1: "fused", 3: "fused 3"}  # by the passes after the plain one
-ANSWERS = ("standard", "last 4", "recurrent", *FUSED.values())  # those in the table
-SHOWN = ("completion", "memory", "registers")  # by depth, in the figure: with 8 distractors or registers
-UNITS = {"completion": "distractors", "memory": "distractors", "registers": "registers", "writes": "writes of each"}
+LAST = {"standard": 0, "last 1": 1, "last 2": 2, "last 4": 4, "recurrent": None}  # recurrent tokens
+FUSED = {1: "fused", 3: "fused 3"}  # by feedback passes
+ANSWERS = ("standard", "last 4", "recurrent", "fused", "fused 3")  # those in the table
+BY_DEPTH = {"completion": 8, "memory": 8, "registers": 8}  # distractors or registers, in the figure
+UNITS = {
+    "completion": "distractors",
+    "memory": "distractors",
+    "registers": "registers, 16 writes in all",
+    "writes": "writes of each of 8 registers",
+}
+# What two trainings of one series may differ in: the seed, and settings that change no weight.
+SEED_AND_PLACES = {"seed", "out_dir", "data_dir", "init_from", "device", "compile"}
+SEED_AND_PLACES |= {"resume", "overwrite", "log_interval", "eval_interval", "eval_iters"}
 
 
 @dataclass(frozen=True)
-class Settings(Shared):
+class Settings(report.Settings):
     seed: int = setting(0, "of the examples and the folds")
     n_windows: int = setting(1, "not used", flag=False)
     limit: int = setting(0, "groups of each probe set, for a quick run; 0: all of the 80 or 128")
-    cache_dir: str = setting("out/probe", "where each probe set's numbers are kept: an interrupted run goes on")
+    cache_dir: str = setting(
+        "out/probe", "where each probe set's numbers are kept, so that an interrupted run continues"
+    )
 
     def __post_init__(self):
         super().__post_init__()
-        if self.limit and self.limit < FOLDS:
-            raise ValueError(f"limit={self.limit} must be at least {FOLDS}, the folds, or 0 for all")
+        enough = self.limit == 0 or self.limit >= tasks.FOLDS
+        require(self, "limit", enough, f"at least {tasks.FOLDS}, the folds, or 0 for all groups")
+
+
+# --------------------------------------------------------------------------------------------------
+# States and probes of one model
 
 
 @contextlib.contextmanager
 def residual_stream(model: GPT) -> Iterator[list[Tensor]]:
-    """Yields a list that each run of the stack fills: its last position at depths 0..n_layer, (B, D) each."""
+    """Yields a list that each run of the stack fills: its last position at depths 0..n_layer.
+
+    Each is (B, D).
+    """
     depths = [torch.empty(0)] * (model.config.n_layer + 1)
 
-    def keep(depth, block, inputs, output=None):
-        depths[depth] = (inputs[0] if output is None else output)[:, -1]
+    def keep_input(block, inputs):
+        depths[0] = inputs[0][:, -1]
+
+    def keep_output(depth, block, inputs, output):
+        depths[depth] = output[:, -1]
 
     with contextlib.ExitStack() as hooks:
-        hooks.enter_context(model.blocks[0].register_forward_pre_hook(partial(keep, 0)))
+        hooks.enter_context(model.blocks[0].register_forward_pre_hook(keep_input))
         for depth, block in enumerate(model.blocks, start=1):
-            hooks.enter_context(block.register_forward_hook(partial(keep, depth)))
+            hooks.enter_context(block.register_forward_hook(partial(keep_output, depth)))
         yield depths
 
 
 @torch.no_grad()
 def prefills(model: GPT, idx: Tensor, feedback: bool) -> dict[str, tuple[Tensor, Tensor]]:
-    """Prefill -> the residual stream (B, n_layer + 1, D) and the state (B, D) at the last of tokens idx (B, T).
+    """Prefill -> residual stream (B, n_layer + 1, D) and state (B, D) at the last of tokens (B, T).
 
-    Recurrent tokens go through the cache one by one, as in Soft decoding. Without feedback: the standard prefill alone.
+    Recurrent tokens go through the cache one by one, as in Soft decoding. Without feedback: the
+    standard prefill alone.
     """
-    T, found = idx.size(1), {}
+    T = idx.size(1)
+    found = {}
     with residual_stream(model) as depths:
         cache, plain = model.reconstruct(idx, n_plain=T, k=1)
-        for name, n in (LAST if feedback else {"standard": 0}).items():
-            n = T - 1 if n is None else n
-            h, cache.length = plain[:, T - n - 1:T - n], T - n  # the cache is still plain up to there: n ascends
-            for t in range(T - n, T):
-                h = model.decode_step(idx[:, t:t + 1], h, cache, "soft")  # (B, 1, D)
+        found["standard"] = torch.stack(depths, dim=1), plain[:, -1]
+        if not feedback:
+            return found
+        for name, n_recurrent in LAST.items():
+            if n_recurrent == 0:
+                continue
+            first = 1 if n_recurrent is None else T - n_recurrent
+            cache.length = first  # up to there it is still plain, because n_recurrent ascends
+            h = plain[:, first - 1 : first]  # (B, 1, D)
+            for t in range(first, T):
+                h = model.decode_step(idx[:, t : t + 1], h, cache, "soft")  # (B, 1, D)
             found[name] = torch.stack(depths, dim=1), h[:, 0]
-        h, e = plain, model.embed(idx)
-        for n in range(1, 1 + max(FUSED) if feedback else 1):
+        e = model.embed(idx)
+        h = plain
+        for feedback_passes in range(1, max(FUSED) + 1):
             h = model.next_pass(h, e)  # (B, T, D)
-            if n in FUSED:
-                found[FUSED[n]] = torch.stack(depths, dim=1), h[:, -1]
+            if feedback_passes in FUSED:
+                found[FUSED[feedback_passes]] = torch.stack(depths, dim=1), h[:, -1]
     return found
 
 
-def probe(features: np.ndarray, answers: np.ndarray, groups: np.ndarray, seed: int) -> np.ndarray:
-    """Whether a probe that never saw an example's group predicts its answer, (N,) bool, from features (N, D)."""
-    from sklearn import linear_model, model_selection, pipeline, preprocessing
+def probe(features: np.ndarray, answers: np.ndarray, in_fold: np.ndarray) -> np.ndarray:
+    """Whether a probe that saw nothing of an example's fold predicts its answer.
 
-    classifier = pipeline.make_pipeline(preprocessing.StandardScaler(), linear_model.LogisticRegression(max_iter=2000))
-    folds = model_selection.GroupKFold(FOLDS, shuffle=True, random_state=seed)
-    return model_selection.cross_val_predict(classifier, features, answers, groups=groups, cv=folds) == answers
+    features (N, D), answers (N,), in_fold (N, FOLDS) bool: whose material an example holds.
+    -> (n_tested,) bool, of those that hold one fold's alone, in their order.
+    """
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    tested = in_fold.sum(axis=1) == 1  # (N,)
+    correct = np.zeros(len(answers), dtype=bool)  # (N,)
+    for fold in range(in_fold.shape[1]):
+        learns = ~in_fold[:, fold]
+        asked = in_fold[:, fold] & tested
+        classifier = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000))
+        classifier.fit(features[learns], answers[learns])
+        correct[asked] = classifier.predict(features[asked]) == answers[asked]
+    return correct[tested]
 
 
-def accuracy(correct: np.ndarray, n_groups: int) -> dict[str, float]:
-    """Of correct (N,), group after group: its mean, and the standard error of the mean over groups."""
-    means = correct.reshape(n_groups, -1).mean(1)
-    return {"accuracy": float(means.mean()), "error": float(means.std(ddof=1) / n_groups ** 0.5)}
+def fold_table(examples: list[tasks.Example]) -> np.ndarray:
+    """Whose material each example holds, (N, FOLDS) bool."""
+    in_fold = np.zeros((len(examples), tasks.FOLDS), dtype=bool)
+    for row, example in zip(in_fold, examples, strict=True):
+        row[list(example.folds)] = True
+    return in_fold
+
+
+def accuracy(correct: np.ndarray, groups: np.ndarray) -> dict[str, float]:
+    """Of correct (N,) in groups (N,), all equally large: the mean, and its error over groups."""
+    names = np.unique(groups)
+    means = np.array([correct[groups == name].mean() for name in names])
+    error = means.std(ddof=1) / len(means) ** 0.5
+    return {"accuracy": float(means.mean()), "error": float(error)}
 
 
 @torch.no_grad()
-def measure(model: GPT, tokenizer: CharTokenizer, examples: list[tasks.Example], feedback: bool, seed: int) -> dict:
+def probe_set_numbers(
+    model: GPT, tokenizer: CharTokenizer, examples: list[tasks.Example], feedback: bool
+) -> dict:
     """The numbers of one probe set, by prefill."""
-    idx = torch.tensor([tokenizer.encode(example.prompt) for example in examples], device=model.embedding.weight.device)
+    rows = [tokenizer.encode(example.prompt) for example in examples]
+    idx = torch.tensor(rows, device=model.embedding.weight.device)  # (N, T)
     answers = np.array([tokenizer.encode(example.answer)[0] for example in examples])  # (N,)
     groups = np.array([example.group for example in examples])  # (N,)
-    n_groups, choices = len(set(groups)), np.unique(answers)
-    batches = [prefills(model, rows, feedback) for rows in idx.split(BATCH)]
-    result: dict = {"examples": len(examples), "groups": n_groups, "length": idx.size(1), "prefills": {}}
+    in_fold = fold_table(examples)  # (N, FOLDS)
+    tested_groups = groups[in_fold.sum(axis=1) == 1]  # (n_tested,)
+    choices = np.unique(answers)  # (2,)
+    batches = [prefills(model, part, feedback) for part in idx.split(BATCH)]
+    by_prefill = {}
     for name in batches[0]:
-        stream, h = (torch.cat(parts) for parts in zip(*(batch[name] for batch in batches)))
-        stream, logits = stream.cpu().double().numpy(), model.head(h).cpu().numpy()  # (N, n_layer + 1, D), (N, V)
-        result["prefills"][name] = {
-            "depths": [accuracy(probe(x, answers, groups, seed), n_groups) for x in stream.swapaxes(0, 1)],
-            "answer": accuracy(choices[logits[:, choices].argmax(1)] == answers, n_groups),
-            "unrestricted": accuracy(logits.argmax(1) == answers, n_groups)}
-    return result
+        stream = torch.cat([batch[name][0] for batch in batches])  # (N, n_layer + 1, D)
+        h = torch.cat([batch[name][1] for batch in batches])  # (N, D)
+        features = stream.cpu().double().numpy()
+        logits = model.head(h).cpu().numpy()  # (N, V)
+        depths = []
+        for depth in range(features.shape[1]):
+            correct = probe(features[:, depth], answers, in_fold)
+            depths.append(accuracy(correct, tested_groups))
+        likelier = choices[logits[:, choices].argmax(axis=1)]
+        by_prefill[name] = {
+            "depths": depths,
+            "answer": accuracy(likelier == answers, groups),
+            "unrestricted": accuracy(logits.argmax(axis=1) == answers, groups),
+        }
+    return {
+        "examples": len(examples),
+        "tested": len(tested_groups),
+        "groups": len(set(groups)),
+        "length": idx.size(1),
+        "prefills": by_prefill,
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Series: trainings that differ in their seed
+
+
+def collect_series(paths: list[str], checkpoints: list[dict]) -> dict[str, list[str]]:
+    """Series -> the paths of its trainings. UserError where a series has a seed twice."""
+    alike: dict[str, dict[int, str]] = {}
+    for path, checkpoint in zip(paths, checkpoints, strict=True):
+        settings = checkpoint["train_config"]
+        kept = {name: settings[name] for name in settings if name not in SEED_AND_PLACES}
+        trainings = alike.setdefault(json.dumps([checkpoint["model_config"], kept]), {})
+        seed = settings["seed"]
+        if seed in trainings:
+            raise UserError(
+                f"{trainings[seed]} and {path} have the same settings and the same seed={seed}; "
+                "name each training once, or train with another --seed"
+            )
+        trainings[seed] = path
+    label = dict(zip(paths, report.labels(paths), strict=True))
+    series = {}
+    for trainings in alike.values():
+        members = list(trainings.values())
+        name = series_name([label[path] for path in members])
+        series[label[members[0]] if name in series else name] = members
+    return series
+
+
+def series_name(labels: list[str]) -> str:
+    """tasks_1, tasks_2 -> tasks: what the trainings' names begin with, without a number."""
+    if len(labels) == 1:
+        return labels[0]
+    return re.sub(r"[-_./]*(seed)?[-_]?\d*$", "", os.path.commonprefix(labels)) or labels[0]
+
+
+def over_trainings(found: list[dict]) -> dict[str, float]:
+    """One number of several trainings, {"accuracy", "error"} each -> its mean, and what ± is.
+
+    "interval" is half of Student's 95% interval of the mean, "error" the standard error over the
+    groups of a single training.
+    """
+    values = np.array([one["accuracy"] for one in found])
+    if len(values) == 1:
+        return dict(found[0])
+    from scipy.stats import t
+
+    half = t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+    return {"accuracy": float(values.mean()), "interval": float(half)}
+
+
+def summarise(trainings: list[dict]) -> dict:
+    """A probe set's numbers of each training -> the same over all of them, and each by itself."""
+    by_prefill = {}
+    for prefill, first in trainings[0]["prefills"].items():
+        found = [training["prefills"][prefill] for training in trainings]
+        depths = []
+        for depth in range(len(first["depths"])):
+            depths.append(over_trainings([one["depths"][depth] for one in found]))
+        by_prefill[prefill] = {
+            "depths": depths,
+            "answer": over_trainings([one["answer"] for one in found]),
+            "unrestricted": over_trainings([one["unrestricted"] for one in found]),
+        }
+    return trainings[0] | {"prefills": by_prefill, "trainings": trainings}
+
+
+def shown(number: dict[str, float] | None) -> str:
+    """A cell of the table."""
+    if number is None:
+        return ""
+    if "interval" in number:
+        return f"{number['accuracy']:.3f} ± {number['interval']:.3f}"
+    return f"{number['accuracy']:.3f}"
+
+
+def table_row(by_prefill: dict[str, dict]) -> list[str]:
+    """The cells of one probe set: depth 0 by prefill, the top of the standard one, and answers."""
+    cells = []
+    for prefill in LAST:
+        found = by_prefill.get(prefill)
+        cells.append(shown(found and found["depths"][0]))
+    cells.append(shown(by_prefill["standard"]["depths"][-1]))
+    for prefill in ANSWERS:
+        found = by_prefill.get(prefill)
+        cells.append(shown(found and found["answer"]))
+    return cells
+
+
+# --------------------------------------------------------------------------------------------------
+# The figure
+
+
+def plot(figure, results: dict[str, dict]) -> None:
+    """A block of panels for each series with feedback; plain series are dashed in all of them."""
+    plain = {}
+    blocks = {}
+    for name, result in results.items():
+        (blocks if result["feedback"] else plain)[name] = result["sets"]
+    if not blocks:  # plain models alone
+        first = next(iter(plain))
+        blocks[first] = plain.pop(first)
+    figure.set_size_inches(7, 12.5 * len(blocks))
+    parts = figure.subfigures(len(blocks), 1, squeeze=False)[:, 0]
+    for part, (name, sets) in zip(parts, blocks.items(), strict=True):
+        part.suptitle(name)
+        plot_block(part, name, sets, plain)
+
+
+def plot_block(figure, name: str, sets: dict, plain: dict[str, dict]) -> None:
+    layout = [
+        ["completion by depth", "completion"],
+        ["memory by depth", "memory"],
+        ["registers by depth", "registers"],
+        ["legend", "writes"],
+        ["answers", "answers"],
+    ]
+    panels = figure.subplot_mosaic(layout, height_ratios=[1, 1, 1, 1, 1.3])
+    first_set = next(iter(sets["memory"].values()))
+    curves = []  # (label, sets, prefill, style)
+    for i, prefill in enumerate(first_set["prefills"]):
+        curves.append((prefill, sets, prefill, {"color": f"C{i}", "marker": "o"}))
+    for i, (label, plain_sets) in enumerate(plain.items()):
+        style = {"color": "black", "marker": "sv^Dx"[i % 5], "ls": "--"}
+        curves.append((f"{label}, standard", plain_sets, "standard", style))
+    for task, n in BY_DEPTH.items():
+        panel = panels[f"{task} by depth"]
+        for _, of, prefill, style in curves:
+            points = of[task][n]["prefills"][prefill]["depths"]
+            errorbar(panel, range(len(points)), points, style)
+        panel.set(title=f"{task}, {n} {UNITS[task].split(',')[0]}", xlabel="depth of the probe")
+        panel.set_xticks(range(len(points)))
+    for task, unit in UNITS.items():
+        for _, of, prefill, style in curves:
+            points = [numbers["prefills"][prefill]["depths"][0] for numbers in of[task].values()]
+            errorbar(panels[task], [str(n) for n in of[task]], points, style)
+        panels[task].set(title=f"{task}, depth 0", xlabel=unit)
+    plot_answers(panels["answers"], curves)
+    for axes_name, panel in panels.items():
+        if axes_name != "legend":
+            panel.axhline(0.5, color="gray", lw=0.8, ls=":")
+            panel.set(ylim=(0.3, 1.03), ylabel="accuracy")
+    panels["legend"].axis("off")
+    handles, labels = panels["answers"].get_legend_handles_labels()
+    panels["legend"].legend(handles, labels, loc="center", fontsize=9)
+
+
+def plot_answers(panel, curves: list[tuple]) -> None:
+    """The model's own answers: probe sets are categories, so no line joins them."""
+    for i, (label, of, prefill, style) in enumerate(curves):
+        places = []
+        points = []
+        for task in UNITS:
+            for numbers in of[task].values():
+                places.append(len(places) + 0.8 * ((i + 0.5) / len(curves) - 0.5))
+                points.append(numbers["prefills"][prefill]["answer"])
+        errorbar(panel, places, points, style | {"ls": ""}, label=label)
+    sets = curves[0][1]
+    names = [f"{task} {n}" for task in UNITS for n in sets[task]]
+    panel.set(title="the model's own answers", xlim=(-0.5, len(names) - 0.5))
+    panel.set_xticks(range(len(names)), names, rotation=90)
+    for border in range(1, len(names)):
+        panel.axvline(border - 0.5, color="0.9", lw=0.8, zorder=0)
+
+
+def errorbar(panel, x, points: list[dict[str, float]], style: dict, label: str = "") -> None:
+    """Points with their interval, or with the error over groups of a single training."""
+    y = [point["accuracy"] for point in points]
+    half = [point.get("interval", point.get("error")) for point in points]
+    panel.errorbar(x, y, half, **{"ms": 4, "lw": 1.2, "capsize": 2} | style, label=label or None)
+
+
+# --------------------------------------------------------------------------------------------------
 
 
 def check(path: str, model: GPT, checkpoint: dict, longest: int) -> None:
     """UserError for a checkpoint that cannot read the prompts."""
-    if lacking := [symbol for symbol in tasks.SYMBOLS if symbol not in checkpoint["tokenizer"].get("symbols", "")]:
-        raise UserError(f"{path}: its tokenizer lacks {lacking[-1]!r}, which the prompts need; train a model on them, "
-                        "as the first lines of config/tasks.toml say")
+    known = checkpoint["tokenizer"].get("symbols", "")
+    lacking = [symbol for symbol in tasks.SYMBOLS if symbol not in known]
+    if lacking:
+        raise UserError(
+            f"{path}: its tokenizer lacks {lacking[-1]!r}, which the prompts need; train a model "
+            "on them, as the first lines of config/tasks.toml say"
+        )
     if model.config.block_size < longest:
-        raise UserError(f"{path}: block_size={model.config.block_size}, but the longest prompt has {longest} tokens; "
-                        f"train with --block_size={longest} or more, e.g. config/tasks.toml")
+        raise UserError(
+            f"{path}: block_size={model.config.block_size}, but the longest prompt has {longest} "
+            f"tokens; train with --block_size={longest} or more, e.g. config/tasks.toml"
+        )
 
 
-def draw(figure, results: dict[str, dict]) -> None:
-    """Two rows of panels a run: accuracy by depth and the model's own answers, then depth 0 by what makes it hard."""
-    figure.set_size_inches(16, 7.5 * len(results))
-    panels = []  # (title, label of x, {x: {prefill: accuracy and error}})
-    for name, sets in ((name, result["sets"]) for name, result in results.items()):
-        for task in SHOWN:
-            prefills = sets[task][8]["prefills"]
-            by_depth = zip(*(by["depths"] for by in prefills.values()))
-            panels.append((f"{name}: {task} 8", "depth of the probe",
-                           {depth: dict(zip(prefills, found)) for depth, found in enumerate(by_depth)}))
-        panels.append((f"{name}: the model's own answers", "task and its number", {
-            f"{task[0]}{n}": {prefill: by["answer"] for prefill, by in numbers["prefills"].items()}
-            for task, swept in sets.items() for n, numbers in swept.items()}))
-        panels += [(f"{name}: {task}, depth 0", UNITS[task], {
-            n: {prefill: by["depths"][0] for prefill, by in numbers["prefills"].items()}
-            for n, numbers in swept.items()}) for task, swept in sets.items()]
-    for axes, (title, unit, points) in zip(figure.subplots(2 * len(results), 4, sharey=True).flat, panels, strict=True):
-        axes.axhline(0.5, color="gray", lw=0.8, ls=":")
-        for prefill in next(iter(points.values())):
-            y, error = zip(*(point[prefill].values() for point in points.values()))
-            axes.errorbar([str(x) for x in points], y, error, label=prefill, capsize=2, marker="o", ms=4, lw=1.2)
-        axes.set(title=title, xlabel=unit, ylabel="accuracy")
-    for axes in figure.axes[3::8]:
-        axes.tick_params("x", rotation=90)
-        axes.legend(fontsize="small")
+def probe_training(path: str, model: GPT, checkpoint: dict, sets: dict, settings: Settings) -> dict:
+    """The numbers of one training: {(task, n): numbers}; each is kept on disk once it is there."""
+    feedback = not without_feedback(path, checkpoint)
+    tokenizer = make_tokenizer(checkpoint["tokenizer"])
+    found = {}
+    for (task, n), examples in tqdm(sets.items(), path, leave=False, disable=None):
+        compute = partial(probe_set_numbers, model, tokenizer, examples, feedback)
+        key = [task, n, settings.seed, settings.limit]
+        found[task, n] = report.cached(settings.cache_dir, model, key, compute)
+    return found
 
 
 def main(argv: list[str]) -> int:
     settings, paths = parse(argv, Settings, doc=__doc__, positional="checkpoint")
     if not paths:
-        raise UserError("name at least one checkpoint, e.g. python -m experiments.probe out/tasks")
+        raise UserError("name at least one checkpoint, e.g. python experiments/probe.py out/tasks")
     if importlib.util.find_spec("sklearn") is None:
         raise UserError("the probes need scikit-learn: python -m pip install scikit-learn")
-    (began, runs), results, rows = start(paths, settings), {}, []
+    began, runs = report.start(paths, settings)
     sets = tasks.probe_sets(settings.seed, settings.limit or None)
-    for path, (model, checkpoint, _) in zip(paths, runs):
-        check(path, model, checkpoint, max(len(examples[0].prompt) for examples in sets.values()))
-    for path, name, (model, checkpoint, _) in zip(paths, labels(paths), runs):
-        if problem := without_feedback(path, checkpoint):
+    longest = max(len(examples[0].prompt) for examples in sets.values())
+    loaded = dict(zip(paths, runs, strict=True))
+    for path, (model, checkpoint, _) in loaded.items():
+        check(path, model, checkpoint, longest)
+    series = collect_series(paths, [checkpoint for _, checkpoint, _ in runs])
+    results = {}
+    rows = []
+    for name, members in series.items():
+        problem = without_feedback(members[0], loaded[members[0]][1])
+        if problem:
             print(f"{name}, standard prefill only: {problem}")
-        tokenizer, found = make_tokenizer(checkpoint["tokenizer"]), {task: {} for task in UNITS}
-        results[name] = {"checkpoint": path, "sets": found}
-        for (task, n), examples in tqdm(sets.items(), name, leave=False, disable=None):
-            numbers = partial(measure, model, tokenizer, examples, not problem, settings.seed)
-            found[task][n] = cached(settings.cache_dir, model, [task, n, settings.seed, settings.limit], numbers)
-            by = found[task][n]["prefills"]
-            rows.append([name, task, n, *(by[p]["depths"][0]["accuracy"] if p in by else "" for p in LAST),
-                         by["standard"]["depths"][-1]["accuracy"],
-                         *(by[p]["answer"]["accuracy"] if p in by else "" for p in ANSWERS)])
-    print(table(["run", "task", "n", *(f"depth 0, {p}" for p in LAST), "top, standard",
-                 *(f"answer, {p}" for p in ANSWERS)], rows))
-    save("probe", settings, began, {"checkpoints": results}, lambda figure: draw(figure, results))
+        found = [probe_training(path, *loaded[path][:2], sets, settings) for path in members]
+        by_task = {task: {} for task in UNITS}
+        for task, n in sets:
+            by_task[task][n] = summarise([training[task, n] for training in found])
+            row = table_row(by_task[task][n]["prefills"])
+            rows.append([name, len(members), task, n, *row])
+        results[name] = {"checkpoints": members, "feedback": not problem, "sets": by_task}
+    header = ["series", "trainings", "task", "n"]
+    header += [f"depth 0, {prefill}" for prefill in LAST] + ["top, standard"]
+    header += [f"answer, {prefill}" for prefill in ANSWERS]
+    print(report.table(header, rows))
+    numbers = {"series": results}
+    report.save("probe", settings, began, numbers, lambda figure: plot(figure, results))
     return 0
 
 
