@@ -35,7 +35,8 @@ from model import GPT, GPTConfig, greedy
 from train import TrainConfig
 
 TEMPLATE = Path(__file__).with_name("play.html")
-MODELS = "__MODELS__"  # where the template takes the models, as JSON
+MODELS = "__MODELS__"  # where the template takes the two models of the game, as JSON
+TEXT = "__TEXT__"  # where it takes the text model, as JSON, or null; last, since it is large
 BUILT = "__BUILT__"  # where it takes the footer, as HTML
 USAGE = "python -m experiments.play out/cups_plain out/cups"
 
@@ -199,10 +200,16 @@ def digest(template: str) -> str:
     return hashlib.sha256(template.encode()).hexdigest()
 
 
-def fill(template: str, models: dict, built: str) -> str:
+def as_json(value: dict | None) -> str:
+    """JSON for a script element: no symbol of a model's can end it."""
+    return json.dumps(value).replace("<", "\\u003c")
+
+
+def fill(template: str, models: dict, text: dict | None, built: str) -> str:
     """The page: the template with the models, as JSON, and the footer in their places."""
-    text = json.dumps(models).replace("<", "\\u003c")  # no symbol of a model's ends the script
-    return template.replace(MODELS, text, 1).replace(BUILT, built, 1)
+    page = template.replace(BUILT, built)
+    page = page.replace(MODELS, as_json(models))
+    return page.replace(TEXT, as_json(text))
 
 
 def write(file: Path, page: str) -> None:
@@ -242,14 +249,15 @@ def main(argv: list[str]) -> int:
         "full": packed(full, full_run["tokenizer"], paths[1]),
     }
     checkpoints = {paths[0]: plain_run, paths[1]: full_run}
+    text = None
     if settings.text:
-        text, text_run = load_model(settings.text)
+        text_model, text_run = load_model(settings.text)
         need_feedback(settings.text, text_run)
-        models["text"] = packed(text, text_run["tokenizer"], settings.text)
+        text = packed(text_model, text_run["tokenizer"], settings.text)
         checkpoints[settings.text] = text_run
     template = TEMPLATE.read_text(encoding="utf-8")
     command = f"python -m experiments.play {shlex.join(argv)}"
-    page = fill(template, models, footer(checkpoints, command, template))
+    page = fill(template, models, text, footer(checkpoints, command, template))
     file = Path(settings.out).expanduser()
     write(file, page)
     print(f"wrote {file}, {len(page.encode()) / 1e6:.2f} MB; open it in a browser")
