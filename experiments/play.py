@@ -19,6 +19,7 @@ import hashlib
 import html
 import json
 import os
+import random
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +142,8 @@ def packed(model: GPT, tokenizer: dict, path: str) -> dict:
     model = model.float().cpu().eval()
     mode = "standard" if model.config.fusion == "none" else "soft"
     n_tokens = model.config.block_size + N_CHECKED
-    tokens = [(7 * place + 3) % model.config.vocab_size for place in range(n_tokens)]
+    draw = random.Random(1)
+    tokens = [draw.randrange(model.config.vocab_size) for _ in range(n_tokens)]
     shapes = []
     parts = []
     for name, weight in model.state_dict().items():
