@@ -12,21 +12,22 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
+from harness.checkpoint import known_runs, load_checkpoint
 from harness.configurator import UserError, parse, run, setting, suggestion
 from corpora import CORPORA
 from harness.data import save_dataset, token_dtype
-from harness.tokenizer import CharTokenizer, GPT2Tokenizer
+from harness.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, make_tokenizer
 
 
 @dataclass(frozen=True)
 class Settings:
     input: str | None = setting(None, "a UTF-8 text file of your own, instead of a corpus")
     name: str | None = setting(None, "the folder under data_dir, and what train.py calls the dataset")
-    tokenizer: Literal["char", "gpt2"] = setting("char", "char: one token a character; gpt2: byte pairs (tiktoken)")
+    tokenizer: str = setting("char", "char: one token per character; gpt2: byte pairs (tiktoken); "
+                             "or a checkpoint whose tokenizer to use")
     val_fraction: float = setting(0.1, "share of the text, its end, kept for validation")
     data_dir: str = setting("data", "where the folders of prepared data are")
 
@@ -43,6 +44,20 @@ def read_text(file: str) -> str:
         raise UserError(f"--input={file}: not UTF-8 text (at byte {error.start}); convert it to UTF-8") from None
     except OSError as error:
         raise UserError(f"--input={file}: {error.strerror} ({Path(file).absolute()}); name a text file") from None
+
+
+def choose_tokenizer(name: str, text: str) -> Tokenizer:
+    """The tokenizer that --tokenizer names. A checkpoint's own is what its model can read."""
+    if name == "char":
+        return CharTokenizer("".join(sorted(set(text))))
+    if name == "gpt2":
+        return GPT2Tokenizer()
+    if not Path(name).exists():
+        raise UserError(
+            f"--tokenizer={name}: must be char, gpt2, or a checkpoint whose tokenizer to use"
+            f"{suggestion(name, ['char', 'gpt2'])}; there are: {known_runs()}"
+        )
+    return make_tokenizer(load_checkpoint(name)["tokenizer"])
 
 
 def main(argv: list[str]) -> None:
@@ -67,7 +82,7 @@ def main(argv: list[str]) -> None:
     if not 0 < cut < len(text):
         raise UserError(f"--val_fraction={settings.val_fraction}: splits {len(text)} characters into {cut} and "
                         f"{len(text) - cut}; give more text or another fraction")
-    tokenizer = GPT2Tokenizer() if settings.tokenizer == "gpt2" else CharTokenizer("".join(sorted(set(text))))
+    tokenizer = choose_tokenizer(settings.tokenizer, text)
     dtype = token_dtype(tokenizer.vocab_size)
     train, val = (np.array(tokenizer.encode(part), dtype) for part in (text[:cut], text[cut:]))  # (N,) each
     meta = {"tokenizer": tokenizer.spec, "vocab_size": tokenizer.vocab_size, "dtype": dtype.name,

@@ -48,7 +48,8 @@ def load(path: str, settings: Settings) -> tuple[GPT, dict, np.ndarray]:
     model, checkpoint = load_model(path, pick_device(settings.device))
     folder = Path(settings.data_dir) / checkpoint["train_config"]["dataset"]
     meta = load_meta(folder)
-    if (meta["sha256"], meta["tokenizer"]) != (checkpoint["dataset"]["sha256"], checkpoint["tokenizer"]):
+    trained_on = checkpoint["dataset"]["sha256"] or meta["sha256"]  # "": on no text of ours
+    if (meta["sha256"], meta["tokenizer"]) != (trained_on, checkpoint["tokenizer"]):
         raise UserError(f"{folder} was prepared from another text than {path} was trained on; prepare that text again")
     for part in ("model", "optimizers"):  # several runs may be held at once; the model has its own weights
         del checkpoint[part]
