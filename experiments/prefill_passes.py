@@ -164,7 +164,7 @@ def draw(figure, results: dict[str, dict], n_feedback: int, long: bool) -> None:
             passes = np.arange(1, len(changes) + 1)
             panels[1].plot(gains_beyond(result), **style)
             panels[2].plot(passes[changes > 0], changes[changes > 0], **style)
-    panels[0].set(ylabel=LOSS, title="All positions")
+    panels[0].set(ylabel=LOSS, title="All positions" if long else "Validation loss")
     panels[-1].set(xlabel="feedback passes")
     if long:
         figure.set_size_inches(7, 8)
