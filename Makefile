@@ -22,7 +22,7 @@ demo: .venv/ready
 	$(BIN)/python prepare.py pydocs --keep
 	$(BIN)/python train.py config/demo.toml $(call RESUME,out/demo)
 	$(BIN)/python train.py config/demo_plain.toml $(call RESUME,out/demo_plain)
-	$(BIN)/python -m experiments.loss_curves out/demo
+	$(BIN)/python -m experiments.loss_curves out/demo_plain out/demo
 	$(BIN)/python sample.py out/demo --mode=all --prompt="Return the " --max_new_tokens=200
 	$(BIN)/python -m experiments.decoding_modes out/demo_plain out/demo --results_dir=out/demo
 

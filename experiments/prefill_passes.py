@@ -98,7 +98,7 @@ def mean_row(values: Tensor) -> np.ndarray:
     return values.cpu().double().mean(0).numpy()
 
 
-def measure_passes(model: GPT, idx: Tensor, targets: Tensor, n_feedback: int) -> dict:
+def measure(model: GPT, idx: Tensor, targets: Tensor, n_feedback: int) -> dict:
     """The numbers of one model over tokens and next tokens (N, T), lists by feedback pass.
 
     losses, changes            over all positions; from 0 and from 1 feedback passes on
@@ -118,9 +118,11 @@ def measure_passes(model: GPT, idx: Tensor, targets: Tensor, n_feedback: int) ->
     }
 
 
-def measure(model: GPT, idx: Tensor, targets: Tensor, n_feedback: int) -> tuple[list, list]:
+def losses_by_pass(
+    model: GPT, idx: Tensor, targets: Tensor, n_feedback: int
+) -> tuple[list, list]:
     """Mean loss after 0..n_feedback feedback passes, and each one's mean change of the states."""
-    numbers = measure_passes(model, idx, targets, n_feedback)
+    numbers = measure(model, idx, targets, n_feedback)
     return numbers["losses"], numbers["changes"]
 
 
@@ -203,7 +205,7 @@ def main(argv: list[str]) -> int:
             "block_size": model.config.block_size,
             "n_windows": len(idx),
         }
-        numbers = measure_passes(model, idx, targets, 0 if problem else n_feedback)
+        numbers = measure(model, idx, targets, 0 if problem else n_feedback)
         results[name] = about | numbers
     n_feedback = max(len(result["changes"]) for result in results.values())  # 0: all are plain
     long = settings.long and n_feedback > 0

@@ -1,6 +1,6 @@
 """experiments/gaps.py: arms of equal computation, texts, runs that are not repeated, the table."""
 
-import json
+import signal
 
 import numpy as np
 import pytest
@@ -9,8 +9,7 @@ from by_hand import lines_of, refused, run_experiment, saved_figures, table_rows
 import train
 from experiments import gaps
 from harness.checkpoint import load_checkpoint
-from harness.configurator import UserError, parse
-from model import GPTConfig
+from harness.configurator import UserError
 
 TINY = """
 block_size = 16
@@ -129,13 +128,22 @@ def test_the_experiment_trains_and_measures_each_run_once(
     assert len(in_this_process) == 5 and again["runs"] == numbers["runs"]
 
 
-def test_an_interrupted_run_continues(small, in_this_process, tmp_path):
+def test_an_interrupted_run_continues(small, in_this_process, tmp_path, monkeypatch):
     gaps.make_text(4, tmp_path / "data")
     settings = gaps.Settings(gaps=(4,), seeds=1, passes=9, out_dir=str(tmp_path), device="cpu")
     run = gaps.all_arms(settings)[1]
     assert not gaps.finished(run)
-    configs = parse(run.command[2:], train.TrainConfig, GPTConfig)
-    train.train(configs[0], configs[1], stop=lambda step: step == 2)
+    train_step = train.Run.train_step
+
+    def interrupted(self):
+        entry = train_step(self)
+        if entry["step"] == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return entry
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, "train_step", interrupted)
+        assert train.main(run.command[2:]) == 130
     assert load_checkpoint(run.folder)["step"] == 2 and not gaps.finished(run)
     gaps.train_arm(run)
     assert [command[-1] for command in in_this_process] == ["--resume"]
@@ -156,7 +164,6 @@ def test_the_table_gives_mean_and_range_over_seeds():
         runs.append({"arm": "plain", "gap": 8, "seed": seed, "accuracy": numbers})
     (row,) = gaps.rows_of(runs, ["plain"], (8,))
     assert row == [8, "plain", *["0.75 (0.50 to 1.00)"] * 3]
-    json.dumps(row)
 
 
 def test_mistakes_are_named():

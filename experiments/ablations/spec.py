@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experiments.decoding_modes import likelihood
-from experiments.prefill_passes import measure as losses_by_pass
+from experiments.prefill_passes import losses_by_pass
 from experiments.report import commit, held_out
 from harness.checkpoint import load_model
 from harness.configurator import build
