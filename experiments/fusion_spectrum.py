@@ -230,6 +230,7 @@ def plot(figure, results: dict[str, dict[str, dict]]) -> None:
 def plot_checkpoint(figure, pair: dict[str, dict]) -> None:
     (of_matrices, of_states), (of_inputs, legend) = figure.subplots(2, 2)
     colors = {}
+    inputs = "gate" if "gate" in pair["trained"] else "state's share"
     for which, numbers in pair.items():
         look = {"ls": "-", "lw": 1.6} if which == "trained" else {"ls": "--", "lw": 1.0}
         for name, of in numbers["matrices"].items():
@@ -241,12 +242,14 @@ def plot_checkpoint(figure, pair: dict[str, dict]) -> None:
                 of_matrices.plot([], color=color, label=f"{name}, {which}: zero", **look)
         for name, of in numbers["states"].items():
             color = colors.setdefault(name, f"C{len(colors)}")
-            shares = of["shares"] if sum(of["shares"]) > 0 else []
-            of_states.plot(shares, color=color, label=f"{name}, {which}", **look)
+            if sum(of["shares"]) > 0:
+                of_states.plot(of["shares"], color=color, label=f"{name}, {which}", **look)
+            else:
+                of_states.plot([], color=color, label=f"{name}, {which}: zero", **look)
         histogram = numbers.get("gate", numbers["terms"])["histogram"]
         color = colors.setdefault("inputs", f"C{len(colors)}")
         fill = {"fill": True, "alpha": 0.5} if which == "trained" else {}
-        of_inputs.stairs(histogram, BINS, color=color, label=f"values, {which}", **fill, **look)
+        of_inputs.stairs(histogram, BINS, color=color, label=f"{inputs}, {which}", **fill, **look)
     of_matrices.set(
         xlabel="index", ylabel="value / largest", yscale="log", title="singular values"
     )

@@ -276,15 +276,18 @@ def plot(figure, results: dict[str, dict], n_prompt: int) -> None:
         xscale="log", xlabel="parallel passes k (1: plain prefill)", xticks=ks, xticklabels=ks
     )
     panels["passes"].minorticks_off()
-    panels["layer"].set(xlabel="layer", xticks=layers, title="float32; values dashed")
+    panels["layer"].set(xlabel="layer", xticks=layers, title="by layer, float32")
     panels["position"].set(
-        xlabel="token of the response", xlim=(1, None), title="float32; values dashed"
+        xlabel="token of the response", xlim=(1, None), title="by position, float32"
     )
     for panel in panels.values():
         panel.set(yscale="log", ylabel="relative l2 error")
-    panels["passes"].legend(fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
+    panels["passes"].legend(fontsize=9, loc="lower left")
     handles, labels = panels["layer"].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
+    title = "by layer and by position: keys solid, values dashed"
+    figure.legend(
+        handles, labels, title=title, loc="outside lower center", ncols=4, fontsize=9
+    )
 
 
 def table_rows(results: dict[str, dict]) -> list[list]:
