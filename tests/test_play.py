@@ -62,7 +62,7 @@ def browser():
 def open_page(browser, file: Path, **options):
     """The page, ready, in a context of its own; `page.problems` collects what must not happen."""
     context = browser.new_context(**options)
-    context.set_default_timeout(10_000)
+    context.set_default_timeout(60_000)  # a busy machine is slow
     page = context.new_page()
     page.problems = []
     page.on("console", lambda message: page.problems.append(message.text))
