@@ -665,7 +665,7 @@ def test_the_committed_page_is_built_from_this_template():
 
 
 def test_a_page_loads_nothing_and_holds_the_checkpoints(built, runs):
-    page = built.read_text()
+    page = built.read_text(encoding="ascii")
     assert "__MODELS__" not in page and "__BUILT__" not in page and "__TEXT__" not in page
     assert not re.search(r'(src|href)="(?!https://arxiv.org|data:)', page)
     assert "default-src 'none'" in page
@@ -733,9 +733,6 @@ def unpackable(model: GPT, tokenizer: dict | None = None) -> str:
 
 def test_models_that_the_page_cannot_run(monkeypatch):
     assert "--tokenizer=char" in unpackable(random_model(), {"kind": "gpt2"})
-    nan = random_model()
-    nan.embedding.weight.data[0, 0] = float("nan")
-    assert "not finite" in unpackable(nan)
     biased = random_model()
     biased.blocks[0].mlp.up.bias = torch.nn.Parameter(torch.zeros(24))
     assert "blocks.0.mlp.up.bias" in unpackable(biased)
