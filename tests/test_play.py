@@ -288,6 +288,7 @@ def test_the_bars_after_twenty_moves_are_pytorchs(game, trained):
             game.click({"s": "#swap", "r": "#rotate"}[move])
     truth = cups("3" + TWENTY)
     assert text_of(game, "#moves") == "20"
+    assert "fresh" not in game.get_attribute("#soft", "class")
     modes = {"plain": "standard", "standard": "standard", "soft": "soft"}
     for player, mode in modes.items():
         name = "plain" if player == "plain" else "full"
@@ -329,7 +330,8 @@ def test_the_cups_move_with_the_ball(game):
     game.keyboard.press("L")
     assert game.is_visible("#ball") and not game.is_visible("#ghost")
     assert text_of(game, "#moves") == "0" and text_of(game, "#soft .heard") == "3sr4"
-    assert text_of(game, "#soft .verdict") == "\u2713 Has just seen it"
+    assert text_of(game, "#soft .verdict") == "\u2713 Has just seen it, no need to guess"
+    assert "fresh" in game.get_attribute("#soft", "class")
     game.keyboard.press("l")  # a second look tells nothing
     assert text_of(game, "#soft .heard") == "3sr4"
 
