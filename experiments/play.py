@@ -18,7 +18,6 @@ import datetime
 import hashlib
 import html
 import json
-import os
 import random
 import shlex
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from corpora.cups import SYMBOLS
-from experiments.report import commit, need_feedback
+from experiments.report import commit, need_feedback, write
 from harness.checkpoint import load_model, without_feedback
 from harness.configurator import UserError, key, parse, run, setting
 from harness.tokenizer import CharTokenizer
@@ -54,8 +53,8 @@ N_CHECKED = 3  # tokens beyond block_size in the page's check of itself: the cac
 
 @dataclass(frozen=True)
 class Settings:
-    text: str = setting("", "a checkpoint of a text model with feedback, for the page's third part")
-    out: str = setting("results/play.html", "the file to write")
+    text: str = setting("", "a text model with feedback, for the page's third part", path=True)
+    out: str = setting("results/play.html", "the file to write", path=True)
 
 
 def weight_names(config: GPTConfig) -> set[str]:
@@ -111,8 +110,6 @@ def require_runnable(model: GPT, tokenizer: dict, path: str) -> None:
             f"{path} has {n_parameters:,} parameters, too many for a page (at most "
             f"{MAX_PARAMETERS:,}); give a smaller model"
         )
-    if not all(bool(weight.isfinite().all()) for weight in weights.values()):
-        raise UserError(f"{path} has weights that are not finite; train it again")
 
 
 @torch.no_grad()
@@ -189,12 +186,13 @@ def footer(checkpoints: dict[str, dict], command: str, template: str) -> str:
     lines.append(command)
     seeds = dict.fromkeys(str(run["train_config"]["seed"]) for run in checkpoints.values())
     commands = "\n".join(dict.fromkeys(lines))  # a dataset is prepared once
-    return (
+    text = (
         f"<p>Built on {datetime.date.today().isoformat()} from commit "
         f"<code>{html.escape(commit())}</code>; training seed {html.escape(', '.join(seeds))}.</p>"
         f"<pre><code>{html.escape(commands)}</code></pre>"
         f'<p>Template <code id="template-sha256">{digest(template)}</code>.</p>'
     )
+    return text.encode("ascii", "xmlcharrefreplace").decode()  # as all of the page is
 
 
 def digest(template: str) -> str:
@@ -212,17 +210,6 @@ def fill(template: str, models: dict, text: dict | None, built: str) -> str:
     page = template.replace(BUILT, built)
     page = page.replace(MODELS, as_json(models))
     return page.replace(TEXT, as_json(text))
-
-
-def write(file: Path, page: str) -> None:
-    """Writes the page whole or not at all. UserError where it cannot be written."""
-    temporary = file.with_name(file.name + ".tmp")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(page, encoding="utf-8", newline="\n")
-        os.replace(temporary, file)
-    except OSError as error:
-        raise UserError(f"--out={file}: {error}; name a file that can be written") from None
 
 
 def load_cups(path: str) -> tuple[GPT, dict]:
@@ -260,9 +247,11 @@ def main(argv: list[str]) -> int:
     template = TEMPLATE.read_text(encoding="utf-8")
     command = f"python -m experiments.play {shlex.join(argv)}"
     page = fill(template, models, text, footer(checkpoints, command, template))
-    file = Path(settings.out).expanduser()
-    write(file, page)
-    print(f"wrote {file}, {len(page.encode()) / 1e6:.2f} MB; open it in a browser")
+    try:
+        write(Path(settings.out), page)
+    except OSError as error:
+        raise UserError(f"--out={settings.out}: {error}; name a file that can be written") from None
+    print(f"wrote {settings.out}, {len(page) / 1e6:.2f} MB; open it in a browser")
     return 0
 
 

@@ -62,7 +62,7 @@ def browser():
 def open_page(browser, file: Path, **options):
     """The page, ready, in a context of its own; `page.problems` collects what must not happen."""
     context = browser.new_context(**options)
-    context.set_default_timeout(10_000)
+    context.set_default_timeout(60_000)  # a busy machine is slow
     page = context.new_page()
     page.problems = []
     page.on("console", lambda message: page.problems.append(message.text))
@@ -288,6 +288,7 @@ def test_the_bars_after_twenty_moves_are_pytorchs(game, trained):
             game.click({"s": "#swap", "r": "#rotate"}[move])
     truth = cups("3" + TWENTY)
     assert text_of(game, "#moves") == "20"
+    assert "fresh" not in game.get_attribute("#soft", "class")
     modes = {"plain": "standard", "standard": "standard", "soft": "soft"}
     for player, mode in modes.items():
         name = "plain" if player == "plain" else "full"
@@ -329,7 +330,8 @@ def test_the_cups_move_with_the_ball(game):
     game.keyboard.press("L")
     assert game.is_visible("#ball") and not game.is_visible("#ghost")
     assert text_of(game, "#moves") == "0" and text_of(game, "#soft .heard") == "3sr4"
-    assert text_of(game, "#soft .verdict") == "\u2713 Has just seen it"
+    assert text_of(game, "#soft .verdict") == "\u2713 Has just seen it, no need to guess"
+    assert "fresh" in game.get_attribute("#soft", "class")
     game.keyboard.press("l")  # a second look tells nothing
     assert text_of(game, "#soft .heard") == "3sr4"
 
@@ -665,7 +667,7 @@ def test_the_committed_page_is_built_from_this_template():
 
 
 def test_a_page_loads_nothing_and_holds_the_checkpoints(built, runs):
-    page = built.read_text()
+    page = built.read_text(encoding="ascii")
     assert "__MODELS__" not in page and "__BUILT__" not in page and "__TEXT__" not in page
     assert not re.search(r'(src|href)="(?!https://arxiv.org|data:)', page)
     assert "default-src 'none'" in page
@@ -733,9 +735,6 @@ def unpackable(model: GPT, tokenizer: dict | None = None) -> str:
 
 def test_models_that_the_page_cannot_run(monkeypatch):
     assert "--tokenizer=char" in unpackable(random_model(), {"kind": "gpt2"})
-    nan = random_model()
-    nan.embedding.weight.data[0, 0] = float("nan")
-    assert "not finite" in unpackable(nan)
     biased = random_model()
     biased.blocks[0].mlp.up.bias = torch.nn.Parameter(torch.zeros(24))
     assert "blocks.0.mlp.up.bias" in unpackable(biased)
