@@ -1,37 +1,41 @@
 """Speed and memory of training and decoding, as ratios that hold for the machine at hand.
 
-    python bench.py                                 the default shape
-    python bench.py out/demo --json=bench.json      a checkpoint's shape and weights
-    python bench.py --n_embd=256 --batch_size=32 --threads=1 --compile=false
+    python -m experiments.bench                                 the default shape
+    python -m experiments.bench out/demo --json=bench.json      a checkpoint's shape and weights
+    python -m experiments.bench --n_embd=256 --batch_size=32 --threads=1 --compile=false
+    python -m experiments.bench --peers --json=results/bench.json    other libraries beside ours
 
-Things that are compared take turns, `rounds` times, each long enough for the clock; a ratio is the median of the ratios
-within a turn, so that a machine which slows down meanwhile changes little. Wall time, float32, random tokens.
+Wall time, float32, random tokens; see experiments/timing.py for how. --peers has shapes of its own;
+its libraries come with requirements-peers.txt.
+
 Close other programs: on a busy CPU several threads wait for each other (--threads=1).
 """
 
 import copy
 import json
-import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from experiments.peers import compare
+from experiments.timing import PeakMemory, decode, ratio, train_step, turns, typical
 from harness.checkpoint import load_model
-from harness.configurator import UserError, parse, run, setting
+from harness.configurator import UserError, parse, require, run, setting
 from harness.machine import compile_blocks, pick_device
-from model import GPT, Feedback, GPTConfig, KVCache, Mode, greedy, objective
+from model import GPT, Feedback, GPTConfig, Mode, greedy, objective
 from train import TrainConfig, make_optimizers
 
 SQUARE = 1024  # side of the matrices that measure the machine's rate
-SHORTEST = 0.02  # seconds; what is quicker is repeated within its turn
+PASSES = (1, 2, 3, 4)  # of a training step
+REPLAYS = (1, 2, 4, 8)  # parallel passes that rebuild a cache
+
+Line = tuple[str, float, str]  # a number's name, the number, and what it is
 
 
 @dataclass(frozen=True)
@@ -39,161 +43,260 @@ class Settings:
     batch_size: int = setting(12, "rows of a training step")
     rounds: int = setting(11, "turns of each measurement")
     threads: int = setting(0, "CPU threads of PyTorch; 0: as many as it takes by itself")
-    compile: bool = setting(True, "compare torch.compile with eager; compiling takes most of a minute")
+    compile: bool = setting(True, "compare compiled blocks with eager ones; takes half a minute")
+    peers: bool = setting(False, "only compare with other libraries, in three shapes")
     device: str = setting("auto", "auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps")
     json: str = setting("", "a file for the numbers")
 
     def __post_init__(self):
-        if min(self.batch_size, self.rounds) < 1 or self.threads < 0:
-            raise ValueError(f"batch_size={self.batch_size}, rounds={self.rounds} must be positive, "
-                             f"threads={self.threads} not negative")
-
-
-def turns(things: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> list[dict[str, float]]:
-    """Each round's seconds a call of each thing; two calls before warm it up and tell how often to repeat it."""
-    def clock(thing: Callable[[], object], repeats: int = 1) -> float:
-        getattr(torch, device.type).synchronize()
-        began = time.perf_counter()
-        for _ in range(repeats):
-            thing()
-        getattr(torch, device.type).synchronize()
-        return (time.perf_counter() - began) / repeats
-
-    repeats = {name: math.ceil(SHORTEST / min(clock(thing), clock(thing))) for name, thing in things.items()}
-    return [{name: clock(thing, repeats[name]) for name, thing in things.items()} for _ in range(rounds)]
-
-
-def ratio(seconds: list[dict[str, float]], one: str, other: str) -> float:
-    """How many times as long `one` takes as `other`: the median over rounds."""
-    return median(turn[one] / turn[other] for turn in seconds)
+        require(self, "batch_size", self.batch_size >= 1, "at least 1")
+        require(self, "rounds", self.rounds >= 1, "at least 1")
+        require(self, "threads", self.threads >= 0, "at least 1, or 0 for PyTorch's choice")
 
 
 def products(matrices: list[Tensor], n_positions: int) -> Callable[[], object]:
-    """Y, dX and dW of each matrix (n_out, n_in), as a training step has them, on operands of their own."""
-    operands = [(weight, *(torch.randn(n_positions, size, device=weight.device) for size in weight.shape))
-                for weight in matrices]
-    return lambda: [(F.linear(x, weight), dy @ weight, dy.T @ x) for weight, dy, x in operands]
+    """Y, dX and dW of each matrix (n_out, n_in), as a training step has them.
+
+    Each has operands of its own, so that none is in the cache because of the one before.
+    """
+    operands = []
+    for weight in matrices:
+        n_out, n_in = weight.shape
+        dy = torch.randn(n_positions, n_out, device=weight.device)
+        x = torch.randn(n_positions, n_in, device=weight.device)
+        operands.append((weight, dy, x))
+
+    def multiply() -> list[tuple[Tensor, Tensor, Tensor]]:
+        return [(F.linear(x, weight), dy @ weight, dy.T @ x) for weight, dy, x in operands]
+
+    return multiply
 
 
-def kept_bytes(forward: Callable[[], Tensor]) -> int:
-    """Bytes of the tensors that a forward pass keeps for its backward, weights included, each storage once."""
-    kept = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = forward()  # its graph keeps them alive, so that no address is used twice
-    return sum(kept.values()) + result.nbytes
+# --------------------------------------------------------------------------------------------------
+# Sections: each yields its lines
 
 
-def training(model: GPT, settings: Settings, device: torch.device) -> Iterator[tuple[str, float, str]]:
-    """Steps against the machine's rate, K passes against K times one, compiled against eager; memory."""
-    config, passes = TrainConfig(), (1,) if model.fusion is None else (1, 2, 3, 4)
-    (optimizer,), feedback = make_optimizers(model.train(), config), Feedback(config.jitter)
-    batch = torch.randint(model.config.vocab_size, (2, settings.batch_size, model.config.block_size), device=device)
+class Trainer:
+    """A model with its optimiser and one batch."""
 
-    def step(k: int, forward: nn.Module) -> None:
-        objective(forward(*batch, k, feedback)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    def __init__(self, model: GPT, settings: Settings):
+        config = TrainConfig()
+        shape = (settings.batch_size, model.config.block_size)
+        device = model.embedding.weight.device
+        self.model = model.train()
+        self.feedback = Feedback(config.jitter)
+        self.idx = torch.randint(model.config.vocab_size, shape, device=device)
+        self.targets = torch.randint(model.config.vocab_size, shape, device=device)
+        (self.optimizer,) = make_optimizers(model, config)
 
-    def megabytes(k: int) -> float:
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            step(k, model)
-            return torch.cuda.max_memory_allocated(device) / 1e6
-        moments = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
-        return (kept_bytes(lambda: model(*batch, k, feedback)) + moments) / 1e6
+    def step(self, k: int, recompute: bool = False) -> None:
+        """One step of k passes."""
+        self.model.recompute = recompute
+        train_step(partial(self.loss, k), self.optimizer)
+        self.model.recompute = False
 
-    used = [p.detach() for name, p in model.named_parameters() if not name.startswith("fusion.")]  # by a single pass
-    matrices, a, b = [p for p in used if p.ndim == 2], *torch.randn(2, SQUARE, SQUARE, device=device)
-    seconds = turns({"square": lambda: a @ b, "products": products(matrices, batch[0].numel())}
-                    | {f"step {k}": partial(step, k, model) for k in passes}, settings.rounds, device)
-    n_used, n_in_matrices = (sum(map(torch.numel, tensors)) for tensors in (used, matrices))
-    relative = 6 * batch[0].numel() / (2 * SQUARE ** 3)  # FLOPs of a parameter in a step over those of the square
-    gflops = 2e-9 * SQUARE ** 3 / median(turn["square"] for turn in seconds)
-    yield "machine_gflops", gflops, f"GFLOP/s of a {SQUARE} x {SQUARE} matrix product, the machine's rate"
-    yield ("step_share", relative * n_used * ratio(seconds, "square", "step 1"),
-           f"of that rate: a single-pass step, 6 x {n_used:,} parameters x {batch[0].numel()} tokens")
-    yield ("products_share", relative * n_in_matrices * ratio(seconds, "square", "products"),
-           "of that rate: the model's own matrix products alone, which bound the step")
+    def loss(self, k: int) -> Tensor:
+        return objective(self.model(self.idx, self.targets, k, self.feedback))
+
+    def megabytes(self, k: int, recompute: bool = False) -> float:
+        """The peak of a step: weights, AdamW's moments, gradients, and what the backward needs."""
+        if self.idx.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.idx.device)
+            self.step(k, recompute)
+            return torch.cuda.max_memory_allocated(self.idx.device) / 1e6
+        self.step(k, recompute)  # the first one makes the moments
+        with PeakMemory() as memory:
+            self.step(k, recompute)
+        weights = sum(p.nbytes for p in self.model.parameters())
+        moments = 0
+        for state in self.optimizer.state.values():
+            moments += sum(value.nbytes for value in state.values())
+        return (weights + moments + memory.peak) / 1e6
+
+
+def training(model: GPT, settings: Settings, device: torch.device) -> Iterator[Line]:
+    """Steps against the machine's rate, and k passes against k times one."""
+    trainer = Trainer(model, settings)
+    passes = PASSES if model.fusion is not None else PASSES[:1]
+    n_positions = trainer.idx.numel()
+    used = []  # by a single pass
+    for name, parameter in model.named_parameters():
+        if not name.startswith("fusion."):
+            used.append(parameter.detach())
+    matrices = [p for p in used if p.ndim == 2]
+    a = torch.randn(SQUARE, SQUARE, device=device)
+    b = torch.randn(SQUARE, SQUARE, device=device)
+    things = {"square": lambda: a @ b, "products": products(matrices, n_positions)}
+    for k in passes:
+        things[f"step {k}"] = partial(trainer.step, k)
+    seconds = turns(things, settings.rounds, device)
+
+    square_flops = 2 * SQUARE**3
+    n_used = sum(p.numel() for p in used)
+    step_flops = 6 * n_used * n_positions
+    product_flops = 6 * sum(p.numel() for p in matrices) * n_positions
+    gflops = 1e-9 * square_flops / typical(seconds, "square")
+    share = step_flops / square_flops * ratio(seconds, "square", "step 1")
+    bound = product_flops / square_flops * ratio(seconds, "square", "products")
+    work = f"6 x {n_used:,} parameters x {n_positions} tokens"
+    square = f"{SQUARE} x {SQUARE} matrix product"
+    yield "machine_gflops", gflops, f"GFLOP/s of a {square}, the machine's rate"
+    yield "step_share", share, f"of that rate: a single-pass step, {work}"
+    yield "products_share", bound, "of that rate: its matrix products alone, which bound the step"
     for k in passes[1:]:
-        yield f"step_{k}_passes", ratio(seconds, f"step {k}", "step 1") / k, f"a {k}-pass step over {k} of one pass"
-    fast = copy.deepcopy(model)
-    if settings.compile and compile_blocks(fast.blocks, device):
-        seconds = turns({"eager": partial(step, 1, model), "fast": partial(step, 1, fast)}, settings.rounds, device)
-        yield "compiled_step", ratio(seconds, "fast", "eager"), "a single-pass step under torch.compile over eager"
-    what = "peak" if device.type == "cuda" else "weights, AdamW's moments, and what the backward needs"
-    yield from ((f"memory_{k}_passes", megabytes(k), f"MB of a {k}-pass step: {what}") for k in passes)
+        over = ratio(seconds, f"step {k}", "step 1") / k
+        yield f"step_{k}_passes", over, f"a {k}-pass step over {k} times a single-pass one"
+
+
+def compiling(model: GPT, settings: Settings, device: torch.device) -> Iterator[Line]:
+    """Steps with compiled blocks over eager ones, for every number of passes by one compilation."""
+    if not settings.compile:
+        return
+    fast_model = copy.deepcopy(model)  # blocks are compiled in place
+    if not compile_blocks(fast_model.blocks, device):
+        return
+    eager = Trainer(model, settings)
+    fast = Trainer(fast_model, settings)
+    passes = (1, 3) if model.fusion is not None else (1,)
+    things = {}
+    for k in passes:
+        things[f"eager {k}"] = partial(eager.step, k)
+        things[f"fast {k}"] = partial(fast.step, k)
+    seconds = turns(things, settings.rounds, device)
+    for k in passes:
+        over = ratio(seconds, f"fast {k}", f"eager {k}")
+        yield f"compiled_{k}_passes", over, f"a {k}-pass step with compiled blocks over eager"
+
+
+def memory(model: GPT, settings: Settings, device: torch.device) -> Iterator[Line]:
+    """A step's peak, without and with recompute, and what recompute costs."""
+    trainer = Trainer(model, settings)
+    passes = PASSES if model.fusion is not None else PASSES[:1]
+    things = {}
+    for k in passes:
+        things[f"keep {k}"] = partial(trainer.step, k)
+        things[f"recompute {k}"] = partial(trainer.step, k, recompute=True)
+    seconds = turns(things, settings.rounds, device)
+    megabytes = {k: trainer.megabytes(k) for k in passes}
+    for k in passes:
+        yield f"memory_{k}_passes", megabytes[k], f"MB at the peak of a {k}-pass step"
+    for k in passes:
+        share = trainer.megabytes(k, recompute=True) / megabytes[1]
+        what = f"the peak with --recompute, passes={k}, over that of 1 pass without"
+        yield f"recompute_memory_{k}", share, what
+    for k in passes:
+        over = ratio(seconds, f"recompute {k}", f"keep {k}")
+        yield f"recompute_step_{k}", over, f"a {k}-pass step with --recompute over one without"
 
 
 @torch.no_grad()
-def decoding(model: GPT, settings: Settings, device: torch.device) -> Iterator[tuple[str, float, str]]:
-    """A token of one row by mode and without a cache; k parallel passes against the same token by token."""
-    idx = torch.randint(model.eval().config.vocab_size, (1, model.config.block_size), device=device)
+def decoding(model: GPT, settings: Settings, device: torch.device) -> Iterator[Line]:
+    """A token of one row by mode and without a cache; parallel passes against token by token."""
+    model.eval()
+    idx = torch.randint(model.config.vocab_size, (1, model.config.block_size), device=device)
     prompt, rest = idx.tensor_split([model.config.block_size // 2], dim=1)
-
-    def decode(mode: Mode, cache: KVCache, h: Tensor) -> None:
-        cache.length = prompt.size(1)  # forgets the tokens of the call before
-        for token in rest.split(1, dim=1):  # given ones, so that all that is compared does the same
-            greedy(model.head(h[:, -1]))
-            h = model.decode_step(token, h, cache, mode)
+    modes = ("standard",) if model.fusion is None else get_args(Mode)
+    replays = REPLAYS[:1] if model.fusion is None else REPLAYS
 
     def decode_uncached(h: Tensor) -> None:
         for end in range(prompt.size(1) + 1, idx.size(1) + 1):
             greedy(model.head(h[:, -1]))
             h = model.stack(model.embed(idx[:, :end]))
 
-    modes, ks = (("standard",), (1,)) if model.fusion is None else (get_args(Mode), (1, 2, 4, 8))
-    things = {mode: partial(decode, mode, *model.prefill(prompt, mode)) for mode in modes}
+    def replay() -> None:
+        decode(model, modes[-1], *model.prefill(prompt, "standard"), rest)
+
+    def parallel(k: int) -> Tensor:
+        _, h = model.reconstruct(idx, prompt.size(1), k)
+        return model.head(h)
+
+    things = {}
+    for mode in modes:
+        things[mode] = partial(decode, model, mode, *model.prefill(prompt, mode), rest)
     things["uncached"] = partial(decode_uncached, model.stack(model.embed(prompt)))
-    things["replay"] = lambda: decode(modes[-1], *model.prefill(prompt, "standard"))  # Soft, where there is a fusion
-    things |= {f"parallel {k}": lambda k=k: model.head(model.reconstruct(idx, prompt.size(1), k)[1]) for k in ks}
+    things["replay"] = replay  # feeds each token fused, where there is a fusion
+    for k in replays:
+        things[f"parallel {k}"] = partial(parallel, k)
     seconds = turns(things, settings.rounds, device)
-    tokens_a_second = rest.size(1) / median(turn["standard"] for turn in seconds)
-    yield "standard_tokens", tokens_a_second, "tokens/s decoded in Standard, one row, after the prefill"
+
+    rate = rest.size(1) / typical(seconds, "standard")
+    yield "standard_tokens", rate, "tokens/s decoded in Standard, one row, after the prefill"
     for mode in modes[1:]:
-        yield f"{mode}_token", ratio(seconds, mode, "standard"), f"a token decoded in {mode.title()} over Standard"
-    yield "uncached_token", ratio(seconds, "uncached", "standard"), "a Standard token, all recomputed, over cached"
-    for k in ks:
-        yield f"parallel_{k}", ratio(seconds, f"parallel {k}", "replay"), f"parallel passes, {k}, over token by token"
+        over = ratio(seconds, mode, "standard")
+        yield f"{mode}_token", over, f"a token decoded in {mode.title()} over Standard"
+    over = ratio(seconds, "uncached", "standard")
+    yield "uncached_token", over, "a Standard token, all recomputed, over cached"
+    for k in replays:
+        over = ratio(seconds, f"parallel {k}", "replay")
+        yield f"parallel_{k}", over, f"parallel passes, {k} in all, over token by token"
 
 
-def norms(model: GPT, settings: Settings, device: torch.device) -> Iterator[tuple[str, float, str]]:
+def norms(model: GPT, settings: Settings, device: torch.device) -> Iterator[Line]:
     """Forms of RMSNorm, forward and backward, against LayerNorm."""
-    shape, width = (settings.batch_size, model.config.block_size, model.config.n_embd), (model.config.n_embd,)
-    x, gain = (torch.randn(size, device=device, requires_grad=True) for size in (shape, width))
-    forms = {"layer_norm": lambda: F.layer_norm(x, width, gain, None, model.config.eps),
-             "rms_norm": lambda: F.rms_norm(x, width, gain, model.config.eps),
-             "rsqrt_norm": lambda: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + model.config.eps) * gain}
-    seconds = turns({name: partial(lambda form: torch.autograd.grad(form(), (x, gain), x.detach()), form)
-                     for name, form in forms.items()}, settings.rounds, device)
-    yield "rms_norm", ratio(seconds, "rms_norm", "layer_norm"), "F.rms_norm over F.layer_norm, forward and backward"
-    yield "rsqrt_norm", ratio(seconds, "rsqrt_norm", "layer_norm"), "x * rsqrt(mean of squares) over F.layer_norm"
+    width = (model.config.n_embd,)
+    eps = model.config.eps
+    shape = (settings.batch_size, model.config.block_size, model.config.n_embd)
+    x = torch.randn(shape, device=device, requires_grad=True)
+    gain = torch.randn(width, device=device, requires_grad=True)
+    dy = torch.randn(shape, device=device)
+
+    def rsqrt_norm() -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
+
+    forms = {
+        "layer_norm": lambda: F.layer_norm(x, width, gain, None, eps),
+        "rms_norm": lambda: F.rms_norm(x, width, gain, eps),
+        "rsqrt_norm": rsqrt_norm,
+    }
+
+    def there_and_back(form: Callable[[], Tensor]) -> None:
+        torch.autograd.grad(form(), (x, gain), dy)
+
+    things = {name: partial(there_and_back, form) for name, form in forms.items()}
+    seconds = turns(things, settings.rounds, device)
+    over = ratio(seconds, "rms_norm", "layer_norm")
+    yield "rms_norm", over, "F.rms_norm over F.layer_norm, forward and backward"
+    over = ratio(seconds, "rsqrt_norm", "layer_norm")
+    yield "rsqrt_norm", over, "x * rsqrt(mean of squares) over F.layer_norm"
+
+
+SECTIONS = (training, compiling, memory, decoding, norms)
 
 
 def main(argv: list[str]) -> int:
     settings, config, words = parse(argv, Settings, GPTConfig, doc=__doc__, positional="checkpoint")
-    if len(words) > 1 or words and config != GPTConfig():
-        raise UserError(f"{', '.join(words)}: give one checkpoint, which has its own shape, or flags of a shape")
-    if settings.json and (Path(settings.json).is_dir() or not Path(settings.json).parent.is_dir()):
+    own_shape = bool(words) or config != GPTConfig()
+    if len(words) > 1 or (words and config != GPTConfig()):
+        given = ", ".join(words)
+        rule = "give one checkpoint, which has its own shape, or flags of a shape"
+        raise UserError(f"{given}: {rule}")
+    if settings.peers and own_shape:
+        raise UserError("--peers has shapes of its own: give neither a checkpoint nor a shape")
+    file = Path(settings.json)
+    if settings.json and (file.is_dir() or not file.parent.is_dir()):
         raise UserError(f"--json={settings.json}: name a file in a folder that exists")
-    torch.set_num_threads(settings.threads or torch.get_num_threads())
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     torch.manual_seed(1)
-    device, measured = pick_device(settings.device), {}
-    model = load_model(words[0], str(device))[0] if words else GPT(config).to(device)
+    device = pick_device(settings.device)
     where = f"{device}, {torch.get_num_threads()} threads, PyTorch {torch.__version__}"
-    print(f"{settings.batch_size} rows, {model.config}, {where}", flush=True)
-    for section in (training, decoding, norms):
-        for name, value, what in section(model, settings, device):
-            measured[name] = {"value": value, "what": what}
-            print(f"{name:20s}{value:10.4g}  {what}", flush=True)
+    if device.type == "cuda":
+        where = f"{torch.cuda.get_device_name(device)}, {where}"
+    how = {"settings": asdict(settings), "where": where}
+    if settings.peers:
+        print(where, flush=True)
+        measured = compare(settings.rounds, settings.compile, device)
+    else:
+        model = load_model(words[0], str(device))[0] if words else GPT(config).to(device)
+        how["model_config"] = asdict(model.config)
+        print(f"{settings.batch_size} rows, {model.config}, {where}", flush=True)
+        measured = {}
+        for section in SECTIONS:
+            for name, value, what in section(model, settings, device):
+                measured[name] = {"value": value, "what": what}
+                print(f"{name:20s}{value:10.4g}  {what}", flush=True)
     if settings.json:
-        how = {"settings": asdict(settings), "model_config": asdict(model.config), "where": where}
-        Path(settings.json).write_text(json.dumps(how | {"measured": measured}, indent=1) + "\n")
+        file.write_text(json.dumps(how | {"measured": measured}, indent=1) + "\n")
     return 0
 
 
