@@ -41,7 +41,7 @@ class Settings:
     threads: int = setting(0, "CPU threads of PyTorch; 0: as many as it takes by itself")
     compile: bool = setting(True, "compare torch.compile with eager; compiling takes most of a minute")
     device: str = setting("auto", "auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps")
-    json: str = setting("", "a file for the numbers")
+    json: str = setting("", "a file for the numbers", path=True)
 
     def __post_init__(self):
         if min(self.batch_size, self.rounds) < 1 or self.threads < 0:

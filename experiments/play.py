@@ -54,8 +54,10 @@ N_CHECKED = 3  # tokens beyond block_size in the page's check of itself: the cac
 
 @dataclass(frozen=True)
 class Settings:
-    text: str = setting("", "a checkpoint of a text model with feedback, for the page's third part")
-    out: str = setting("results/play.html", "the file to write")
+    text: str = setting(
+        "", "a checkpoint of a text model with feedback, for the page's third part", path=True
+    )
+    out: str = setting("results/play.html", "the file to write", path=True)
 
 
 def weight_names(config: GPTConfig) -> set[str]:
