@@ -46,7 +46,7 @@ class Settings:
     compile: bool = setting(True, "compare compiled blocks with eager ones; takes half a minute")
     peers: bool = setting(False, "only compare with other libraries, in three shapes")
     device: str = setting("auto", "auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps")
-    json: str = setting("", "a file for the numbers")
+    json: str = setting("", "a file for the numbers", path=True)
 
     def __post_init__(self):
         require(self, "batch_size", self.batch_size >= 1, "at least 1")

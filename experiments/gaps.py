@@ -54,7 +54,7 @@ class Settings(Shared):
     seeds: int = setting(3, "runs of each arm, with seeds seed, seed + 1, ...")
     passes: int = setting(4500, "passes over a batch that a run makes in all its steps")
     jobs: int = setting(2, "runs at a time, which share the cores")
-    out_dir: str = setting("out/gaps", "where texts and runs go")
+    out_dir: str = setting("out/gaps", "where texts and runs go", path=True)
 
     def __post_init__(self):
         super().__post_init__()

@@ -46,7 +46,9 @@ from model import GPT, Mode, sampler
 @dataclass(frozen=True)
 class Settings(RolloutSettings):
     sampler: str = setting(
-        "", "a checkpoint with the same tokenizer, whose rollouts are scored too (off-policy)"
+        "",
+        "a checkpoint with the same tokenizer, whose rollouts are scored too (off-policy)",
+        path=True,
     )
     sampler_mode: Literal["soft", "standard"] = setting("soft", "how that one decodes")
     clip: float = setting(0.2, "a token's ratio outside 1 +- this is clipped, as in PPO and GRPO")

@@ -28,7 +28,7 @@ from harness.runlog import read_log
 @dataclass(frozen=True)
 class Settings:
     smooth: int = setting(5, "logged steps that a point of the training curves averages")
-    out: str = setting("", "the PNG file; empty: loss.png in the run's folder")
+    out: str = setting("", "the PNG file; empty: loss.png in the run's folder", path=True)
 
     def __post_init__(self):
         require(self, "smooth", self.smooth >= 1, "at least 1")

@@ -70,7 +70,9 @@ CONTROL = 3  # a GGUF file's type of special tokens
 
 @dataclass(frozen=True)
 class Settings:
-    out_dir: str = setting("", "the checkpoint's folder; empty: out/<name of SOURCE>")
+    out_dir: str = setting(
+        "", "the checkpoint's folder; empty: out/<name of SOURCE>", path=True
+    )
     block_size: int = setting(1024, "longest context, in tokens; the model's own if that is less")
     dtype: Literal["float32", "bfloat16"] = setting(
         "float32", "of the weights on disk, float32 or bfloat16 (half the size); in memory float32"

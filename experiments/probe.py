@@ -81,7 +81,9 @@ class Settings(report.Settings):
     n_windows: int = setting(1, "not used", flag=False)
     limit: int = setting(0, "groups of each probe set, for a quick run; 0: all of the 80 or 128")
     cache_dir: str = setting(
-        "out/probe", "where each probe set's numbers are kept, so that an interrupted run continues"
+        "out/probe",
+        "where each probe set's numbers are kept, so that an interrupted run continues",
+        path=True,
     )
 
     def __post_init__(self):

@@ -1,7 +1,9 @@
 """configurator.py against settings made here: types, typos, files, order, --help, exit codes."""
 
+import ast
 import io
 import os
+import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, dataclass
@@ -10,10 +12,8 @@ from typing import Literal
 
 import pytest
 
-from experiments.report import Settings
 from harness.configurator import UserError, build, open_streams, parse, require, setting
 from model import GPTConfig
-from train import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -238,9 +238,21 @@ def test_paths_are_expanded_wherever_they_come_from(toml, monkeypatch, tmp_path)
 
 
 def test_the_house_s_paths_are_marked():
-    fields = {**TrainConfig.__dataclass_fields__, **Settings.__dataclass_fields__}
-    for name in ("data_dir", "out_dir", "init_from", "results_dir"):
-        assert fields[name].metadata["path"], name
+    """Every setting that is named like a path, in any script, is expanded."""
+    names = "data_dir|out_dir|results_dir|cache_dir|init_from|prompt_file|input|json|out"
+    found = 0
+    for file in ROOT.rglob("*.py"):
+        if file.relative_to(ROOT).parts[0] in (".venv", "tests"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            is_setting = isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call)
+            if not (is_setting and re.fullmatch(names, getattr(node.target, "id", ""))):
+                continue
+            if getattr(node.value.func, "id", "") == "setting":
+                found += 1
+                marked = [word.value.value for word in node.value.keywords if word.arg == "path"]
+                assert marked == [True], f"{file}:{node.lineno}"
+    assert found > 10
 
 
 @pytest.mark.parametrize(

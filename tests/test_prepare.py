@@ -180,7 +180,8 @@ def test_other_bytes_are_not_text():
     Path("latin.txt").write_bytes(b"caf\xe9 au lait\n" * 9)
     assert complaint("--input=latin.txt") == (
         "--input=latin.txt: not UTF-8 text (at byte 3); save it as UTF-8, e.g. by: iconv "
-        "-f ENCODING -t UTF-8 latin.txt > utf8.txt (its own encoding; for a file from Windows often CP1252)"
+        "-f ENCODING -t UTF-8 latin.txt > utf8.txt (its own encoding; for a file from "
+        "Windows often CP1252)"
     )
     Path("zeros").write_bytes(bytes(100))
     Path("one").write_bytes(b"text\n" * 20 + b"\0")

@@ -42,6 +42,12 @@ def script_of(words: list[str]) -> tuple[str, list[str]]:
     return words[0].removesuffix(".py").replace("/", "."), words[1:]
 
 
+def given_once(arguments: list[str]) -> list[str]:
+    """The last word for each flag, since a script refuses a flag that is given twice."""
+    last = {word.split("=")[0]: word for word in arguments}
+    return list(last.values())
+
+
 def run_small(words: list[str], folder: Path) -> None:
     """One command with little to do; corpora are local files, since tests download nothing."""
     name, arguments = script_of(words)
@@ -52,7 +58,8 @@ def run_small(words: list[str], folder: Path) -> None:
     if name == "train":
         arguments = [*arguments, "--overwrite"]  # another command may have used the folder's name
     small = SMALL.get(name, "--n_windows=4 --device=cpu" if name.startswith("experiments") else "")
-    assert importlib.import_module(name).main([*arguments, *small.split()]) in (0, None), words
+    arguments = given_once([*arguments, *small.split()])
+    assert importlib.import_module(name).main(arguments) in (0, None), words
 
 
 @pytest.fixture

@@ -760,6 +760,39 @@ def test_files_that_are_no_checkpoint_are_named(complaint, trained, tmp_path, co
     assert str(tmp_path / "ckpt.pt") in message and shown in message
 
 
+def change_checkpoint(trained, tmp_path, change) -> str:
+    """A copy of the trained run whose checkpoint `change` altered."""
+    checkpoint = torch.load(Path(trained[0]) / "ckpt.pt", weights_only=True)
+    change(checkpoint)
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, part",
+    [
+        (lambda saved: saved["model_config"].update(n_experts=4), "n_experts"),
+        (lambda saved: saved["model_config"].pop("eps"), "eps"),
+        (lambda saved: saved["model"].pop("blocks.0.attn.q.weight"), "blocks.0.attn.q.weight"),
+        (lambda saved: saved["model"].update(extra=torch.ones(2)), "extra"),
+        (lambda saved: saved["model"]["embedding.weight"].fill_(math.nan), "embedding.weight"),
+        (lambda saved: saved["model"]["embedding.weight"][0].fill_(math.inf), "not finite"),
+        (lambda saved: saved.update(tokenizer={"kind": "words"}), "unknown tokenizer"),
+        (lambda saved: saved.pop("tokenizer"), "tokenizer"),
+    ],
+)
+def test_a_checkpoint_of_other_code_or_without_finite_weights(
+    complaint, trained, tmp_path, change, part
+):
+    run = change_checkpoint(trained, tmp_path, change)
+    for flags in ((), ("--temperature=0",)):
+        assert part in complaint(*flags, run=run)
+
+
+def test_a_checkpoint_s_path_that_is_too_long(complaint):
+    assert "long" in complaint(run="long" * 100)
+
+
 def test_a_folder_without_a_checkpoint_is_named_with_the_runs_there_are(
     complaint, tmp_path, monkeypatch
 ):
