@@ -42,8 +42,8 @@ bench: .venv/ready
 	$(INSTALL) --requirement requirements.txt --requirement requirements-experiments.txt
 	touch $@
 
-.venv/test-ready: .venv/ready requirements-test.txt
-	$(INSTALL) --requirement requirements-test.txt
+.venv/test-ready: .venv/ready requirements-pretrained.txt requirements-test.txt
+	$(INSTALL) --requirement requirements-pretrained.txt --requirement requirements-test.txt
 	touch $@
 
 clean:
