@@ -1,12 +1,14 @@
-"""Many training runs, each in its own folder: finished ones are skipped, interrupted ones continued, several at once.
+"""Many training runs, each in its own folder: finished ones are skipped, interrupted ones continue.
 
-A run is described by a Spec; its folder's name holds what sets it apart and a hash of all of it and of its data, so
-that a change of either is another run. The folder gets the log of the training, spec.json and output.txt when it ran
-beside others, and at the end measured.json; its checkpoint is then deleted, for hundreds of them fill a disk.
+A run is described by a Spec. Its folder's name holds what sets it apart and a hash of all of that
+and of its data, so that a change of either is another run. The folder gets the training's log,
+spec.json and output.txt where it ran beside others, and at the end measured.json. Its checkpoint
+is then deleted, because hundreds of them fill a disk, unless the Spec says `keep`.
 
-    python -m experiments.ablations.runs FOLDER        does the one run that FOLDER/spec.json describes
+    python -m experiments.ablations.runs FOLDER    does the one run that FOLDER/spec.json describes
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -14,143 +16,246 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from harness.checkpoint import FREE_ON_RESUME
+from experiments.ablations.patient import train_patiently
+from experiments.ablations.spec import KEPT_COUNTERS, Spec, add_positions, measure_run
+from experiments.report import commit
 from harness.configurator import UserError, run
-from experiments.ablations.spec import Spec, measure
-from harness.machine import stop_on_signals
 from harness.data import load_meta
-from harness.runlog import locked, read_log, writing_to
-from train import TrainConfig, opened, train
+from harness.machine import stop_on_signals
+from harness.runlog import writing_to
+from train import train
+
+# Settings of a training that change none of its numbers. `max_iters` does, by the cool-down.
+NO_MATTER = {
+    "resume",
+    "overwrite",
+    "out_dir",
+    "data_dir",
+    "init_from",
+    "eval_interval",
+    "eval_iters",
+    "eval_passes",
+    "log_interval",
+    "device",
+    "compile",
+}
+ROOT = Path(__file__).resolve().parents[2]  # from where a run beside others is started
 
 
-def set_apart(spec: Spec) -> dict:
-    """What decides the numbers of a run: its settings that differ from the defaults, and its measurement.
+def identity(spec: Spec) -> dict:
+    """What decides the numbers of a run: its settings that are not defaults, and its measurement.
 
     Defaults are left out, so that a new setting does not make all finished runs new ones.
     """
-    settings = {}
+    decides = {}
     for config in (spec.train, spec.model):
-        for part in dataclasses.fields(config):
-            value = getattr(config, part.name)
-            if value != part.default and part.name not in FREE_ON_RESUME - {"max_iters"}:
-                settings[part.name] = value
-    return settings | {"n_windows": spec.n_windows, "n_passes": spec.n_passes, "patience": spec.patience}
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            if value != field.default and field.name not in NO_MATTER:
+                decides[field.name] = value
+    decides["n_windows"] = spec.n_windows
+    decides["n_passes"] = spec.n_passes
+    decides["patience"] = spec.patience
+    if spec.patience:  # then the evaluations decide when the run ends, and are its numbers
+        train = spec.train
+        decides["evaluations"] = [train.eval_interval, train.eval_iters, train.eval_passes]
+    if spec.train.init_from:  # a run of this kind, whose folder's name identifies it
+        decides["start"] = Path(spec.train.init_from).name
+    return decides
 
 
-def place(spec: Spec, base: Spec, folder: Path) -> Spec:
-    """The spec with an out_dir of its own under `folder`, named by what it trains otherwise than `base`, and a hash."""
-    def word(value) -> str:
-        return "-".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value).lower()
-
-    ours, theirs = set_apart(spec), set_apart(base)
-    sha = load_meta(Path(spec.train.data_dir) / spec.train.dataset)["sha256"]
-    digest = hashlib.sha256((sha + json.dumps(ours, sort_keys=True)).encode()).hexdigest()
-    everything = dataclasses.asdict(spec.train) | dataclasses.asdict(spec.model)
-    names = sorted(name for name in ours | theirs if name in everything and ours.get(name) != theirs.get(name))
-    name = ",".join(f"{key}={word(everything[key])}" for key in names)
-    return replace(spec, train=replace(spec.train, out_dir=str(folder / f"{name or 'base'}-{digest[:8]}")))
+def word(value) -> str:
+    """A setting's value in a folder's name."""
+    if isinstance(value, tuple):
+        return "-".join(f"{part:g}" for part in value)
+    return str(value).lower()
 
 
-def no_better(file: Path, patience: int) -> bool:
-    """Whether the last `patience` evaluations of a log.jsonl brought no pass a new best."""
-    losses = [entry["val_losses"] for entry in read_log(file) if "val_losses" in entry]
-    return bool(losses) and len(losses) - 1 - int(np.argmin(losses, axis=0).max()) >= patience
+def with_folder(spec: Spec, base: Spec, folder: Path) -> Spec:
+    """The spec with an out_dir of its own under `folder`.
+
+    Its name: the settings in which it trains differently from `base`, and a hash of its identity.
+    """
+    ours = identity(spec)
+    theirs = identity(base)
+    data = load_meta(Path(spec.train.data_dir) / spec.train.dataset)["sha256"]
+    digest = hashlib.sha256((data + json.dumps(ours, sort_keys=True)).encode()).hexdigest()
+    settings = dataclasses.asdict(spec.train) | dataclasses.asdict(spec.model)
+    parts = []
+    for name in sorted(ours | theirs):
+        if name in settings and ours.get(name) != theirs.get(name):
+            parts.append(f"{name}={word(settings[name])}")
+    name = ",".join(parts) or "base"
+    return replace(spec, train=replace(spec.train, out_dir=str(folder / f"{name}-{digest[:8]}")))
 
 
 def numbers_of(spec: Spec) -> dict | None:
-    """What `do` measured of a run, None before it has."""
+    """What was measured of a run; None before it is finished."""
     file = Path(spec.train.out_dir, "measured.json")
     return json.loads(file.read_text()) if file.exists() else None
 
 
-def train_patiently(config: TrainConfig, spec: Spec) -> dict:
-    """Trains until the last `patience` evaluations brought no pass a new best -> counters, "finished"."""
-    file = Path(config.out_dir, "log.jsonl")
-    with stop_on_signals() as signals, opened(config, spec.model) as (run, log):
-        while True:
-            if run.evaluation_is_due():
-                log.evaluated(run.evaluate())
-                run.save()
-            finished = no_better(file, spec.patience) or run.counters["step"] >= config.max_iters
-            if finished or signals:
-                break
-            log.trained(run.train_step())
-        run.save()
-    losses = [entry["val_losses"] for entry in read_log(file) if "val_losses" in entry]
-    best = np.min(losses, axis=0).tolist()
-    return run.counters | {"finished": finished, "best_val_losses": best}
+def keep_numbers(spec: Spec, numbers: dict) -> None:
+    """Writes measured.json, whole or not at all."""
+    folder = Path(spec.train.out_dir)
+    part = folder / "measured.tmp"
+    with writing_to(folder):
+        part.write_text(json.dumps(numbers))
+        part.replace(folder / "measured.json")
 
 
-def do(spec: Spec) -> dict | None:
-    """Trains and measures one run, or takes up where it stopped -> its numbers; None when it was stopped.
+def complete(spec: Spec) -> dict | None:
+    """A finished run's numbers, None before it is finished.
+
+    Numbers by position were not always measured; a checkpoint that is still there adds them.
+    """
+    numbers = numbers_of(spec)
+    if numbers is None or spec.patience or "by_position" in numbers:
+        return numbers
+    if Path(spec.train.out_dir, "ckpt.pt").exists():
+        numbers = add_positions(spec, numbers)
+        keep_numbers(spec, numbers)
+    return numbers
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Makes the folder and holds it, for one process at a time. UserError where another has it.
+
+    The lock goes with its process, also with a killed one.
+    """
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / "lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(f"another process works in {folder}; wait for it") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def do_run(spec: Spec) -> dict | None:
+    """Trains and measures one run, or continues where it stopped.
+
+    -> its numbers, or None where a signal stopped it.
 
     UserError where another process is at it.
     """
     folder = Path(spec.train.out_dir)
-    checkpoint, part = folder / "ckpt.pt", folder / "measured.tmp"
+    checkpoint = folder / "ckpt.pt"
     with locked(folder):
         if numbers := numbers_of(spec):
             return numbers
-        config = replace(spec.train, resume=checkpoint.exists(), overwrite=not checkpoint.exists())
-        result = train_patiently(config, spec) if spec.patience else train(config, spec.model)
-        if not result["finished"]:
+        resume = checkpoint.exists()
+        # A log alone is what a run leaves that was killed before its first checkpoint.
+        log_alone = (folder / "log.jsonl").exists() and not resume
+        config = replace(spec.train, resume=resume, overwrite=log_alone)
+        if spec.patience:
+            counters = train_patiently(config, spec.model, spec.patience)
+        else:
+            counters = train(config, spec.model)
+        if not counters["finished"]:
             return None
-        with writing_to(folder):
-            part.write_text(json.dumps(measure(spec, result)))
-            part.replace(folder / "measured.json")
+        numbers = measure_patient(counters) if spec.patience else measure_run(spec, counters)
+        keep_numbers(spec, numbers)
+        if not spec.keep:
             checkpoint.unlink()
-    return numbers_of(spec)
+    return numbers
+
+
+def measure_patient(counters: dict) -> dict:
+    """The numbers of a run that ended by patience: the best evaluation of each pass."""
+    numbers = {name: counters[name] for name in KEPT_COUNTERS}
+    return numbers | {"commit": commit(), "losses": counters["best"]}
 
 
 def start_beside(spec: Spec, threads: str) -> subprocess.Popen:
-    """A process that does one run, in a session of its own, so that Ctrl-C comes to it from `do_all` alone."""
-    folder, command = Path(spec.train.out_dir), [sys.executable, "-m", "experiments.ablations.runs", spec.train.out_dir]
+    """A process that does one run.
+
+    It has a session of its own, so that Ctrl-C comes to it from `do_runs` alone.
+    """
+    folder = Path(spec.train.out_dir).absolute()
+    command = [sys.executable, "-m", "experiments.ablations.runs", str(folder)]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": threads,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
     with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "spec.json").write_text(spec.text())
         with open(folder / "output.txt", "w") as output:
-            return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                                    env=os.environ | {"OMP_NUM_THREADS": threads})
+            return subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
+            )
 
 
-def do_all(specs: list[Spec], jobs: int) -> list[dict]:
-    """Does all runs, `jobs` at a time -> their numbers, in order. Each process has its share of the machine's threads,
-    or as many as OMP_NUM_THREADS says.
+def do_runs(specs: list[Spec], jobs: int) -> list[dict]:
+    """Does all runs, `jobs` at a time -> their numbers, in order.
 
-    UserError when any failed, after the others are done. KeyboardInterrupt, once the running ones are saved, on Ctrl-C.
+    Each process has its share of the machine's threads, or as many as OMP_NUM_THREADS says.
+    UserError when any failed, after the others are done. KeyboardInterrupt on Ctrl-C, once the
+    running ones are saved.
     """
-    todo = [spec for spec in {spec.train.out_dir: spec for spec in specs}.values() if numbers_of(spec) is None]
-    bar, running, failed = tqdm(total=len(todo), unit="run", disable=None), [], []
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // jobs))
-    while jobs == 1 and todo:  # in this process, with the training's own progress
-        bar.update()
+    by_folder = {spec.train.out_dir: spec for spec in specs}
+    todo = [spec for spec in by_folder.values() if numbers_of(spec) is None]
+    failed = do_in_turn(todo) if jobs == 1 else do_side_by_side(todo, jobs)
+    if failed:
+        raise UserError(f"{len(failed)} of the runs failed, the first: {failed[0]}")
+    return [complete(spec) for spec in specs]
+
+
+def do_in_turn(todo: list[Spec]) -> list[str]:
+    """Does the runs one by one in this process, with the training's own progress -> what failed."""
+    failed = []
+    for spec in tqdm(todo, unit="run", disable=None):
         try:
-            if not do(todo.pop(0)):
-                raise KeyboardInterrupt
+            numbers = do_run(spec)
         except UserError as error:
             failed.append(str(error))
+            continue
+        if numbers is None:
+            raise KeyboardInterrupt  # a signal stopped it
+    return failed
+
+
+def do_side_by_side(todo: list[Spec], jobs: int) -> list[str]:
+    """Does the runs in processes of their own, `jobs` at a time -> what failed."""
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // jobs))
+    waiting = list(todo)
+    running: list[tuple[Spec, subprocess.Popen]] = []
+    failed = []
+    bar = tqdm(total=len(todo), unit="run", disable=None)
     with stop_on_signals() as signals:
         try:
-            while (running or todo) and not signals:
-                while todo and len(running) < jobs:
-                    running.append((todo[0], start_beside(todo.pop(0), threads)))
+            while (running or waiting) and not signals:
+                while waiting and len(running) < jobs:
+                    running.append((waiting[0], start_beside(waiting[0], threads)))
+                    del waiting[0]
                 time.sleep(0.2)
-                for spec, process in [pair for pair in running if pair[1].poll() is not None]:
-                    running.remove((spec, process))
+                ended = [pair for pair in running if pair[1].poll() is not None]
+                for pair in ended:
+                    running.remove(pair)
                     bar.update()
-                    if numbers := numbers_of(spec):
-                        line = f"{spec.train.out_dir}: {' '.join(f'{loss:.3f}' for loss in numbers['losses'][:4])}"
-                    else:
-                        last = Path(spec.train.out_dir, "output.txt").read_text().strip().splitlines()[-1:]
-                        failed.append(line := f"{spec.train.out_dir}: {' '.join(last)}")
-                    tqdm.write(f"{line} (runs to go: {len(todo) + len(running)})")
-        finally:  # a signal, or anything else: nothing goes on unseen
+                    line, ok = outcome(pair[0])
+                    if not ok:
+                        failed.append(line)
+                    tqdm.write(f"{line} (runs to go: {len(waiting) + len(running)})")
+        finally:  # a signal, or anything else: nothing continues unseen
             for _, process in running:
                 process.terminate()
             for _, process in running:
@@ -158,19 +263,32 @@ def do_all(specs: list[Spec], jobs: int) -> list[dict]:
     bar.close()
     if signals:
         raise KeyboardInterrupt
-    if failed:
-        raise UserError(f"{len(failed)} of the runs failed, the first: {failed[0]}")
-    return [numbers_of(spec) for spec in specs]
+    return failed
+
+
+def outcome(spec: Spec) -> tuple[str, bool]:
+    """A line on a run whose process has ended, and whether it is finished."""
+    folder = spec.train.out_dir
+    if numbers := numbers_of(spec):
+        losses = " ".join(f"{loss:.3f}" for loss in numbers["losses"][:4])
+        return f"{folder}: {losses}", True
+    last = Path(folder, "output.txt").read_text().strip().splitlines()[-1:]
+    return f"{folder}: {' '.join(last)}", False
 
 
 def main(argv: list[str]) -> int:
     if len(argv) != 1 or not Path(argv[0], "spec.json").is_file():
-        raise UserError("name the folder of a run, with a spec.json; python -m experiments.ablations makes them")
+        raise UserError(
+            "name the folder of a run, with a spec.json; python -m experiments.ablations makes them"
+        )
     try:
-        spec = Spec.read(Path(argv[0], "spec.json").read_text())
+        spec = Spec.from_text(Path(argv[0], "spec.json").read_text())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{argv[0]}/spec.json describes no run ({type(error).__name__}: {error}); delete it") from None
-    return 0 if do(spec) else 130
+        raise UserError(
+            f"{argv[0]}/spec.json does not describe a run ({type(error).__name__}: {error}); "
+            "delete it"
+        ) from None
+    return 0 if do_run(spec) else 130
 
 
 if __name__ == "__main__":

@@ -6,76 +6,117 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from experiments.decoding_modes import likelihood
+from experiments.prefill_passes import measure as losses_by_pass
+from experiments.report import commit, held_out
 from harness.checkpoint import load_model
 from harness.configurator import build
-from experiments.decoding_modes import likelihood
-from experiments.prefill_passes import measure as measure_passes
-from experiments.report import commit, held_out
+from harness.data import load_meta, load_tokens
 from harness.machine import pick_device
 from model import GPT, GPTConfig
-from harness.data import load_meta, load_tokens
 from train import INIT, TrainConfig, seed_torch
+
+KEPT_COUNTERS = ("step", "tokens", "compute_tokens", "seconds", "finished")
+SHARE_WINDOWS = 48  # windows that `state_share` looks at
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One run: its two configs, and how it is measured."""
+    """One run: its two configs, how it is measured, and when it ends."""
 
     train: TrainConfig
     model: GPTConfig
     n_windows: int  # of the validation split
     n_passes: int  # feedback passes to measure
-    patience: int = 0  # evaluations without a new best of any pass after which to stop; 0: to the end
+    patience: int = 0  # evaluations without a new best of any pass that end it; 0: train to the end
+    keep: bool = False  # the checkpoint, once the run is measured
 
     def text(self) -> str:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def read(text: str) -> "Spec":
+    def from_text(text: str) -> "Spec":
         parts = json.loads(text)
-        return Spec(build(TrainConfig, parts.pop("train")), build(GPTConfig, parts.pop("model")), **parts)
+        train = build(TrainConfig, parts.pop("train"))
+        model = build(GPTConfig, parts.pop("model"))
+        return Spec(train, model, **parts)
+
+    @property
+    def feedback(self) -> bool:
+        """Whether the run trains feedback at all."""
+        return self.model.fusion != "none" and sum(self.train.pass_mix[1:]) > 0
+
+    def held_out(self, model: GPT) -> tuple[Tensor, Tensor]:
+        """Tokens and next tokens (n_windows, T) that the model is measured on."""
+        folder = Path(self.train.data_dir) / self.train.dataset
+        tokens = load_tokens(folder, "val", load_meta(folder))
+        return held_out(model, tokens, self.n_windows)
 
 
 @torch.no_grad()
-def state_share(model: GPT, idx: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+def state_share(model: GPT, idx: Tensor, targets: Tensor) -> dict[str, float]:
     """How much pass 2 lives on the states, on tokens and next tokens (N, T).
 
-    "share": of the variance of its fused inputs u, the part within a token, 0 where the states are ignored and 1 where
-    the tokens are. "mean_state": its loss, in nats a token, when every state is the mean state.
+    "share": the part within a token of the variance of pass 2's fused inputs u: 0 where the states
+    are ignored, 1 where the tokens are. "mean_state": pass 2's loss, in nats per token, when every
+    state is the mean state.
     """
-    e = model.embed(idx)
-    h = model.stack(e)
-    level = h.mean(dim=(0, 1)).expand_as(h)
-    u, tokens = model.next_inputs(h, e)[:, 1:].flatten(0, 1), idx[:, 1:].flatten()  # without the first, which is plain
+    e = model.embed(idx)  # (N, T, D)
+    h = model.stack(e)  # (N, T, D)
+    u = model.next_inputs(h, e)[:, 1:].flatten(0, 1)  # (N (T - 1), D): the first is plain
+    tokens = idx[:, 1:].flatten()  # (N (T - 1),)
     groups = F.one_hot(tokens).to(u)  # (N (T - 1), V)
-    means = (groups.T @ u) / groups.sum(0)[:, None].clamp(min=1)  # (V, D)
-    share = (u - means[tokens]).square().sum() / (u - u.mean(0)).square().sum()
-    logits = model.head(model.next_pass(level, e))
-    return {"share": share.item(), "mean_state": F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()}
+    counts = groups.sum(0)[:, None].clamp(min=1)  # (V, 1)
+    means = (groups.T @ u) / counts  # (V, D)
+    within = (u - means[tokens]).square().sum()
+    total = (u - u.mean(0)).square().sum()
+    level = h.mean(dim=(0, 1)).expand_as(h)  # (N, T, D)
+    mean_state = model.nll(model.next_pass(level, e), targets).mean()
+    return {"share": (within / total).item(), "mean_state": mean_state.item()}
 
 
-def measure(spec: Spec, counters: dict) -> dict:
-    """A run's numbers: losses by feedback passes, of each mode after a prompt of half a window, and the state share.
+def losses_by_position(spec: Spec, model: GPT) -> dict[str, list[float]]:
+    """Each mode's loss at the tokens after a plain prompt of half a window, (T / 2,) each.
 
-    A run with patience is measured by its evaluations, the best of each pass, since its last weights are not its best.
+    The first is the first token whose own input the mode decides; the one before it is read off
+    the prompt. Standard alone where no feedback was trained.
     """
-    kept = {name: counters[name] for name in ("step", "tokens", "compute_tokens", "seconds", "finished")}
-    kept["commit"] = commit()
-    if spec.patience:
-        return kept | {"losses": counters["best_val_losses"]}
-    model, _ = load_model(spec.train.out_dir, str(pick_device(spec.train.device)))
-    folder = Path(spec.train.data_dir) / spec.train.dataset
-    idx, targets = held_out(model, load_tokens(folder, "val", load_meta(folder)), spec.n_windows)
-    feedback = spec.model.fusion != "none" and sum(spec.train.pass_mix[1:]) > 0
-    losses, changes = measure_passes(model, idx, targets, spec.n_passes if feedback else 0)
+    idx, targets = spec.held_out(model)
     half = model.config.block_size // 2
-    modes = {mode: likelihood(model, idx, targets, half, mode)[:, 1:].mean().item()  # the first is read off the prompt
-             for mode in (("standard", "soft", "fused") if feedback else ("standard",))}
-    more = {}
-    if feedback:
+    modes = ("standard", "soft", "fused") if spec.feedback else ("standard",)
+    positions = {}
+    for mode in modes:
+        losses = likelihood(model, idx, targets, half, mode)  # (N, T - half + 1)
+        positions[mode] = losses[:, 1:].mean(dim=0).tolist()
+    return positions
+
+
+def measure_run(spec: Spec, counters: dict) -> dict:
+    """A trained run's numbers: by feedback passes, by mode, and how much the states are used.
+
+    counters: what its training returned.
+    """
+    numbers = {name: counters[name] for name in KEPT_COUNTERS}
+    numbers["commit"] = commit()
+    model, _ = load_model(spec.train.out_dir, str(pick_device(spec.train.device)))
+    idx, targets = spec.held_out(model)
+    n_passes = spec.n_passes if spec.feedback else 0
+    numbers["losses"], numbers["changes"] = losses_by_pass(model, idx, targets, n_passes)
+    numbers["by_position"] = losses_by_position(spec, model)
+    for mode, losses in numbers["by_position"].items():
+        numbers[mode] = sum(losses) / len(losses)
+    if spec.feedback:
+        few = slice(SHARE_WINDOWS)
+        numbers |= state_share(model, idx[few], targets[few])
         seed_torch(spec.train.seed, INIT)
         untrained = GPT(model.config).to(idx.device).eval()
-        more = state_share(model, idx[:48], targets[:48])
-        more["untrained_share"] = state_share(untrained, idx[:48], targets[:48])["share"]
-    return kept | {"losses": losses, "changes": changes} | modes | more
+        numbers["untrained_share"] = state_share(untrained, idx[few], targets[few])["share"]
+    return numbers
+
+
+def add_positions(spec: Spec, numbers: dict) -> dict:
+    """A run's numbers with those by position, which an earlier version did not measure."""
+    model, _ = load_model(spec.train.out_dir, str(pick_device(spec.train.device)))
+    return numbers | {"by_position": losses_by_position(spec, model)}

@@ -1,25 +1,43 @@
 """What `python -m experiments.ablations` runs, as data: to add a sweep, add an entry to SWEEPS."""
 
-import functools
-import hashlib
-import json
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Literal, get_args
 
-import numpy as np
+from model import FusionKind
 
-from harness.configurator import UserError
-from harness.data import load_meta, load_tokens, save_dataset
-
-PRESETS = {"quick": ("ablation_quick.toml", 40_000), "laptop": ("ablation_laptop.toml", 200_000),
-           "gpu": ("shakespeare_gpu.toml", 500_000)}  # the arms' common settings, and the tokens of data's "100%"
-PLAIN = {"fusion": "none", "pass_mix": (1.0,)}
+# The settings that a preset's arms have in common: a file of config/.
+PRESETS = {
+    "quick": "ablation_quick.toml",
+    "laptop": "ablation_laptop.toml",
+    "gpu": "shakespeare_gpu.toml",
+}
+KINDS = tuple(kind for kind in get_args(FusionKind) if kind != "none")
 RATIOS = (0.0, 0.25, 0.5, 0.75)
+LAMBDAS = (0.3, 1.0, 4.0, 12.0)
+DEPTHS = (1, 2, 4, 8)
+
+Arm = tuple[str, float | str]  # (series, x): how tables and pictures name an arm
+
+# A plain model of the same shape, and one whose MLP is wider by what the gated fusion's matrices
+# have (n_hidden, see shapes.equal_hidden). Both take one pass per step, as many steps, the same
+# batches.
+PLAIN = {"fusion": "none", "pass_mix": (1.0,)}
+EQUAL = PLAIN | {"equal_parameters": True}
+PLAIN_ARM: Arm = ("", "plain")
+EQUAL_ARM: Arm = ("", "plain, equal parameters")
+BASELINES = {PLAIN_ARM: PLAIN, EQUAL_ARM: EQUAL}
 
 
 def staged(ratio: float) -> dict:
     """Three passes after a share of single-pass steps, the warmup ratio."""
     return {"pass_mix": (ratio, 0.0, 1 - ratio)}
+
+
+def always(k: int) -> dict:
+    """k passes at every step."""
+    if k == 3:
+        return staged(0)  # so that it is the same run as theirs
+    return {"pass_mix": (0.0,) * (k - 1) + (1.0,)}
 
 
 def equal_compute(settings: dict) -> dict:
@@ -30,82 +48,124 @@ def equal_compute(settings: dict) -> dict:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Arms by (series, x): what they change in the preset, of both configs; `steps`, `data`: shares of its own."""
+    """The arms of a sweep: what each changes in the preset, in either config.
 
-    x: str  # the label of the axis
-    arms: dict[tuple[str, float | str], dict]
-    by_x: bool = False  # compare a later series with the first one's arm at the same x
+    Three keys are not settings but are made into some: `steps` (a factor on max_iters),
+    `equal_parameters` (n_hidden) and `layers` (n_layer, n_embd and n_hidden; shapes.equal_depth).
+    """
 
-    def base(self, series: str, x: float | str) -> tuple[str, float | str]:
-        """The arm that an arm is compared with: the first one, unless `by_x`."""
-        first = next(iter(self.arms))
-        return (first[0], x) if self.by_x and series != first[0] else first
+    x: str  # what the second part of an arm's name is
+    arms: dict[Arm, dict]
+    control: Literal["series", "x"] = "series"  # what an arm is compared with besides plain
+    picture: Literal["dots", "frontier", "depth"] = "dots"
+    extra: tuple[str, ...] = ()  # more columns, of compare.EXTRA
+
+    def baseline_of(self, arm: Arm) -> Arm:
+        """The plain model of equal parameters that an arm is compared with."""
+        at_same_x = (EQUAL_ARM[1], arm[1])
+        return at_same_x if at_same_x in self.arms else EQUAL_ARM
+
+    def control_of(self, arm: Arm) -> Arm | None:
+        """The other arm that an arm is compared with, None for plain ones and for itself.
+
+        "series": the first arm of its series; "x": that of the first series at the same x.
+        """
+        feedback = [name for name, settings in self.arms.items() if "pass_mix" in settings]
+        feedback = [name for name in feedback if self.arms[name].get("fusion") != "none"]
+        if arm not in feedback:
+            return None
+        if self.control == "x":
+            control = (feedback[0][0], arm[1])
+        else:
+            control = next(name for name in feedback if name[0] == arm[0])
+        return control if control in feedback and control != arm else None
+
+
+def detach_arms() -> dict[Arm, dict]:
+    arms = {}
+    for series in ("not detached", "detached"):
+        for ratio in RATIOS:
+            arms[series, ratio] = staged(ratio) | {"detach": series == "detached"}
+    return arms
+
+
+def warmup_arms() -> dict[Arm, dict]:
+    arms = {}
+    for ratio in RATIOS:
+        arms["equal steps", ratio] = staged(ratio)
+    for ratio in RATIOS:
+        arms["equal computation", ratio] = equal_compute(staged(ratio))
+    arms["equal computation", "plain"] = equal_compute(PLAIN)
+    arms["equal computation", "plain, equal parameters"] = equal_compute(EQUAL)
+    return arms
+
+
+def interleave_arms() -> dict[Arm, dict]:
+    arms = {}
+    for series in ("staged", "interleaved"):
+        for ratio in (0.5, 0.75):
+            arms[series, ratio] = staged(ratio) | {"interleave": series == "interleaved"}
+    return arms
+
+
+def fusion_arms() -> dict[Arm, dict]:
+    arms = {}
+    for lam, k in ((1.0, 3), (4.0, 3), (4.0, 5)):
+        for kind in KINDS:
+            arms[f"lambda {lam:g}, {k} passes", kind] = always(k) | {"lam": lam, "fusion": kind}
+    return arms
+
+
+def lambda_arms() -> dict[Arm, dict]:
+    arms = {}
+    for kind in ("gated", "residual"):
+        for lam in LAMBDAS:
+            arms[kind, lam] = staged(0) | {"lam": lam, "fusion": kind}
+    return arms
+
+
+def depth_arms() -> dict[Arm, dict]:
+    arms = {}
+    for depth in DEPTHS:
+        arms[PLAIN_ARM[1], depth] = PLAIN | {"layers": depth}
+        arms[EQUAL_ARM[1], depth] = EQUAL | {"layers": depth}
+        for kind in ("gated", "residual"):
+            arms[kind, depth] = staged(0) | {"layers": depth, "fusion": kind}
+    return arms
 
 
 SWEEPS = {
-    "detach": Sweep("warmup ratio", {
-        (name, ratio): staged(ratio) | {"detach": name == "detached"}
-        for name in ("not detached", "detached") for ratio in RATIOS}, by_x=True),
-    "warmup": Sweep("warmup ratio (1: a plain model)", {
-        (name, ratio): equal(arm) for name, equal in (("equal steps", dict), ("equal computation", equal_compute))
-        for ratio, arm in [*((ratio, staged(ratio)) for ratio in RATIOS), (1.0, PLAIN)]}),
-    "interleave": Sweep("share of single-pass steps", {
-        ("interleaved" if interleave else "staged", ratio): staged(ratio) | {"interleave": interleave}
-        for interleave in (False, True) for ratio in (0.5, 0.75)}, by_x=True),
-    "fusion": Sweep("fusion", {
-        **{("", kind): staged(0) | {"fusion": kind} for kind in ("gated", "add", "concat")}, ("", "none"): PLAIN}),
-    "jitter": Sweep("jitter", {("", str(sigma)): staged(0) | {"jitter": sigma} for sigma in (0.02, 0.0, 0.1)}),
-    "passes": Sweep("passes of the steps", {
-        ("", "3"): staged(0), ("", "1"): PLAIN, ("", "2"): {"pass_mix": (0.0, 1.0)},
-        ("", "2 and 3 (22:3)"): {"pass_mix": (0.0, 0.88, 0.12)},
-        ("", "1 to 5"): {"pass_mix": (0.2,) * 5, "interleave": True}}),
-    "mixin": Sweep("share of steps with prefix mixin", {
-        ("", share): staged(0) | {"prefix_mixin": share} for share in (0.0, 0.5, 1.0)}),
-    "data": Sweep("training text (share of the preset's)", {
-        (name, share): arm | {"data": share} for name, arm in (("plain", PLAIN), ("full-bandwidth", staged(0)))
-        for share in (0.1, 0.3, 1.0, 2.0) if share <= 1 or arm is PLAIN}, by_x=True),
+    "detach": Sweep("warmup ratio", BASELINES | detach_arms(), control="x"),
+    "warmup": Sweep("warmup ratio", BASELINES | warmup_arms()),
+    "interleave": Sweep(
+        "share of single-pass steps", BASELINES | interleave_arms(), control="x"
+    ),
+    "fusion": Sweep(
+        "fusion",
+        BASELINES | fusion_arms(),
+        extra=("pass 3", "pass 4", "share", "untrained share", "mean state", "start", "rest"),
+    ),
+    "jitter": Sweep(
+        "jitter",
+        BASELINES | {("", f"{sigma}"): staged(0) | {"jitter": sigma} for sigma in (0.02, 0.0, 0.1)},
+    ),
+    "passes": Sweep(
+        "passes of the steps",
+        BASELINES
+        | {
+            ("", "3"): staged(0),
+            ("", "2"): {"pass_mix": (0.0, 1.0)},
+            ("", "2 and 3 (22:3)"): {"pass_mix": (0.0, 0.88, 0.12)},
+            ("", "1 to 5"): {"pass_mix": (0.2,) * 5, "interleave": True},
+            ("", "5"): always(5),
+        },
+    ),
+    "mixin": Sweep(
+        "share of steps with prefix mixin",
+        BASELINES
+        | {("", f"{share:g}"): staged(0) | {"prefix_mixin": share} for share in (0.0, 0.5, 1.0)},
+        extra=("start", "rest"),
+    ),
+    "lambda": Sweep("lambda", BASELINES | lambda_arms(), control="x", picture="frontier"),
+    "depth": Sweep("layers", depth_arms(), control="x", picture="depth"),
 }
-
-
-@functools.cache  # every seed asks for it
-def first_tokens(data_dir: str, dataset: str, n_tokens: int, folder: Path) -> str:
-    """Makes, under folder, a dataset of the first n_tokens of another's train split and all of its val -> its name."""
-    source, name = Path(data_dir) / dataset, f"{dataset}_{n_tokens}"
-    meta = load_meta(source)
-    if n_tokens > meta["train_tokens"]:
-        raise UserError(f"{source} has {meta['train_tokens']} tokens to train on, and {n_tokens} are asked for; "
-                        "prepare a longer text, or leave out the sweep `data`")
-    files = {"train.bin": load_tokens(source, "train", meta)[:n_tokens].tobytes(),
-             "val.bin": load_tokens(source, "val", meta).tobytes()}
-    meta |= {"train_tokens": n_tokens, "sha256": hashlib.sha256(f"{meta['sha256']} {n_tokens}".encode()).hexdigest()}
-    try:
-        save_dataset(folder / name, files | {"meta.json": json.dumps(meta).encode()})
-    except OSError as error:
-        raise UserError(f"cannot write {folder / name}: {error.strerror}") from None
-    return name
-
-
-def equivalents(results: dict, n_seeds: int) -> list[str]:
-    """By full-bandwidth arm and metric: how many times its text the plain model needs for that loss.
-
-    Each seed's loss is placed on the line through that seed's plain losses, over the logarithm of the text, of which
-    those count that are better than all with less text. Adds "plain_needs", a factor a seed, None outside of the line.
-    """
-    plain = sorted((x, arm) for (series, x), arm in results.items() if series == "plain")
-    lines = []
-    for (series, x), arm in results.items():
-        for name, numbers in arm["summary"].items() if series != "plain" else ():
-            numbers["plain_needs"] = []
-            for seed in range(n_seeds):
-                line = []  # (loss, share) from more text to less
-                for share, theirs in plain:
-                    loss = theirs["runs"][seed]["pass 1"]
-                    line = [(loss, share), *line] if not line or loss < line[0][0] else line
-                losses, shares = np.array(line).T
-                ours = arm["runs"][seed][name]
-                within = losses[0] <= ours <= losses[-1]
-                factor = float(np.exp(np.interp(ours, losses, np.log(shares)))) / x
-                numbers["plain_needs"].append(factor if within else None)
-            factors = " ".join("outside" if f is None else f"{f:.2f}" for f in numbers["plain_needs"])
-            lines.append(f"{name} at {x:g}: a plain model needs this many times the text, by seed: {factors}")
-    return lines

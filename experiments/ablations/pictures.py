@@ -1,0 +1,152 @@
+"""The pictures of the sweeps: what `report.save` is given to draw."""
+
+import numpy as np
+
+from experiments.ablations.compare import MODES
+from experiments.ablations.sweeps import EQUAL_ARM, PLAIN_ARM, Arm, Sweep
+
+COLORS = {"Standard": "C0", "Soft": "C1", "Fused": "C2"}
+MARKERS = {"Standard": "o", "Soft": "s", "Fused": "^"}
+LOSS = "loss (nats per token)"
+LETTERS = 9  # points, in a figure of 7 inches
+WIDEST = 0.45  # nats above the best point that a picture of losses shows; a diverging arm leaves it
+
+
+def label(arm: Arm) -> str:
+    """An arm's name in tables and pictures."""
+    series, x = arm
+    x = f"{x:g}" if isinstance(x, float) else str(x)
+    return f"{series}, {x}" if series else x
+
+
+def draw(figure, sweep: Sweep, results: dict[Arm, dict]) -> None:
+    """A sweep's picture."""
+    if sweep.picture == "frontier":
+        draw_frontier(figure, results)
+    elif sweep.picture == "depth":
+        draw_depth(figure, sweep, results)
+    else:
+        draw_dots(figure, results)
+
+
+def draw_dots(figure, results: dict[Arm, dict]) -> None:
+    """Above, a point per arm and mode: its difference to plain, equal parameters. Below, passes."""
+    n_arms = len(results)
+    figure.set_size_inches(7, 4.6 + 0.3 * n_arms)
+    dots, curves = figure.subplots(2, 1, height_ratios=[1.0 + 0.3 * n_arms, 3.0])
+    for number, result in enumerate(results.values()):
+        plain = len(result["losses"]) == 1
+        for place, name in enumerate(MODES):
+            numbers = result["to plain, equal parameters"].get(name)
+            if numbers is None or (plain and name != "Standard"):
+                continue
+            height = number + 0.22 * (place - 1) * (not plain)
+            dots.errorbar(
+                numbers["mean"],
+                height,
+                xerr=numbers["interval"],
+                fmt=MARKERS[name],
+                color="black" if plain else COLORS[name],
+                capsize=2,
+                markersize=5,
+                linewidth=1,
+                label=arm_legend(dots, "plain" if plain else name),
+            )
+    dots.axvline(0, color="black", linestyle="--", linewidth=1)
+    dots.set_yticks(range(n_arms), [label(arm) for arm in results])
+    dots.set_ylim(n_arms - 0.5, -0.5)
+    dots.grid(axis="y", linewidth=0.3)
+    dots.set_xlabel("difference to plain, equal parameters (nats per token; bar: 95%, paired)")
+    dots.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize=LETTERS, frameon=False)
+    draw_passes(curves, results)
+
+
+def arm_legend(axes, name: str) -> str | None:
+    """The name where the legend does not have it yet."""
+    _, names = axes.get_legend_handles_labels()
+    return None if name in names else name
+
+
+def draw_passes(axes, results: dict[Arm, dict]) -> None:
+    """The loss after 0, 1, 2, ... feedback passes: a colour per x, a line style per series."""
+    feedback = {arm: result for arm, result in results.items() if len(result["losses"]) > 1}
+    names = list(dict.fromkeys(arm[1] for arm in feedback))
+    series = list(dict.fromkeys(arm[0] for arm in feedback))
+    styles = {name: ("-", "--", ":", "-.")[number % 4] for number, name in enumerate(series)}
+    low = min(min(result["losses"]) for result in results.values())
+    for arm, result in feedback.items():
+        color = f"C{names.index(arm[1]) % 10}"
+        axes.plot(result["losses"], color=color, linestyle=styles[arm[0]], linewidth=1.3,
+                  label=label(arm))
+    for arm, style in ((PLAIN_ARM, ":"), (EQUAL_ARM, "--")):
+        if arm in results:
+            level = results[arm]["losses"][0]
+            axes.axhline(level, color="black", linestyle=style, linewidth=1, label=label(arm))
+    axes.set_xscale("symlog", linthresh=1)
+    if feedback:
+        longest = max(len(result["losses"]) for result in feedback.values()) - 1
+        axes.set_xlim(0, longest)
+        ticks = [k for k in (0, 1, 2, 4, 8, 16, 32, 100) if k <= longest]
+        axes.set_xticks(ticks, [str(k) for k in ticks])
+        axes.minorticks_off()
+    axes.set_ylim(low - 0.02, min(axes.get_ylim()[1], low + WIDEST))
+    axes.set_xlabel("feedback passes")
+    axes.set_ylabel(LOSS)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=LETTERS, frameon=False)
+
+
+def draw_frontier(figure, results: dict[Arm, dict]) -> None:
+    """Standard against Soft, a point per lambda and a line per kind; lambda grows to the right."""
+    axes = figure.subplots()
+    feedback = [arm for arm, result in results.items() if len(result["losses"]) > 1]
+    for number, kind in enumerate(dict.fromkeys(series for series, _ in feedback)):
+        arms = sorted(arm for arm in feedback if arm[0] == kind)
+        standard = [results[arm]["means"]["Standard"] for arm in arms]
+        for mode, style in (("Soft", "-"), ("Fused", ":")):
+            ours = [results[arm]["means"][mode] for arm in arms]
+            axes.plot(standard, ours, marker=MARKERS[mode], linestyle=style, color=f"C{number}",
+                      linewidth=1.2, label=f"{kind}: {mode}")
+            if mode == "Soft":
+                for arm, x, y in zip(arms, standard, ours, strict=True):
+                    axes.annotate(f"{arm[1]:g}", (x, y), xytext=(4, 5), textcoords="offset points",
+                                  fontsize=LETTERS)
+    for arm, marker in ((PLAIN_ARM, "x"), (EQUAL_ARM, "*")):
+        if arm in results:
+            level = results[arm]["means"]["Standard"]
+            axes.plot([level], [level], marker, color="black", markersize=9, linestyle="none",
+                      label=label(arm))
+    if EQUAL_ARM in results:
+        level = results[EQUAL_ARM]["means"]["Standard"]
+        axes.axhline(level, color="black", linestyle="--", linewidth=0.8)
+        axes.axvline(level, color="black", linestyle="--", linewidth=0.8)
+    axes.set_xlabel(f"Standard: {LOSS}")
+    axes.set_ylabel(f"Soft and Fused: {LOSS}")
+    axes.set_title("The numbers are lambda; left and low is better", fontsize=LETTERS + 1)
+    axes.legend(fontsize=LETTERS)
+
+
+def draw_depth(figure, sweep: Sweep, results: dict[Arm, dict]) -> None:
+    """The loss as decoded, and its difference to plain, equal parameters, against the layers."""
+    figure.set_size_inches(7, 6.4)
+    losses, differences = figure.subplots(2, 1, sharex=True)
+    for number, series in enumerate(dict.fromkeys(series for series, _ in results)):
+        arms = [arm for arm in results if arm[0] == series]
+        feedback = len(results[arms[0]]["losses"]) > 1
+        mode = "Soft" if feedback else "Standard"
+        layers = [arm[1] for arm in arms]
+        name = f"{series}: Soft" if feedback else series
+        look = {"marker": MARKERS[mode], "color": f"C{number}", "linewidth": 1.2, "label": name}
+        losses.plot(layers, [results[arm]["means"][mode] for arm in arms], **look)
+        paired = [results[arm]["to plain, equal parameters"].get(mode) for arm in arms]
+        known = [(x, pair) for x, pair in zip(layers, paired, strict=True) if pair is not None]
+        means = [pair["mean"] for _, pair in known]
+        bars = np.array([pair["interval"] for _, pair in known], float)  # NaN: no interval
+        differences.errorbar([x for x, _ in known], means, bars, capsize=3, **look)
+    differences.axhline(0, color="black", linestyle="--", linewidth=1)
+    ticks = sorted({arm[1] for arm in results})
+    differences.set_xscale("log", base=2)
+    differences.set_xticks(ticks, [str(tick) for tick in ticks])
+    differences.set_xlabel(sweep.x)
+    losses.set_ylabel(LOSS)
+    differences.set_ylabel("minus plain, equal parameters")
+    losses.legend(fontsize=LETTERS)
