@@ -31,6 +31,7 @@ import hashlib
 import importlib.util
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -191,8 +192,13 @@ def loss_of(run: dict, name: str) -> float:
     return run["losses"][min(LOSSES[name], len(run["losses"]) - 1)]
 
 
-def factor(plain: dict[int, Runs], n_tokens: int, ours: Runs, name: str, seeds) -> tuple[float, str]:
-    """How many times its text a plain model needs for a recipe's loss, by means over some seeds."""
+def factor(
+    plain: dict[int, Runs], n_tokens: int, ours: Runs, name: str, seeds: Iterable[int]
+) -> tuple[float, str]:
+    """How many times its text a plain model needs for a recipe's loss, by means over some seeds.
+
+    -> the factor, and "" or a bound's sign. plain: its runs by number of tokens.
+    """
     sizes = sorted(plain)
     means = []
     for size in sizes:
@@ -271,8 +277,8 @@ def cell(numbers: dict | None) -> str:
 
 
 def print_tables(arms: list[dict]) -> None:
-    print("\nbest evaluations, mean over seeds, nats per token; computation: token-passes until then,")
-    print("as a multiple of the plain model's on the same text")
+    print("\nbest evaluations, mean over seeds, nats per token")
+    print("computation: token-passes of the whole run, as a multiple of plain's on the same text")
     rows = []
     for arm in arms:
         relative = arm["computation"]

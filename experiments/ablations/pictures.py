@@ -32,12 +32,14 @@ def draw(figure, sweep: Sweep, results: dict[Arm, dict]) -> None:
 def draw_dots(figure, results: dict[Arm, dict]) -> None:
     """Above, a point per arm and mode: its difference to plain, equal parameters. Below, passes."""
     n_arms = len(results)
-    figure.set_size_inches(7, 4.6 + 0.3 * n_arms)
+    figure.set_size_inches(7, 4.6 + 0.4 * n_arms)
     dots, curves = figure.subplots(2, 1, height_ratios=[1.0 + 0.3 * n_arms, 3.0])
-    for number, result in enumerate(results.values()):
+    for number, (arm, result) in enumerate(results.items()):
         plain = len(result["losses"]) == 1
         for place, name in enumerate(MODES):
             numbers = result["to plain, equal parameters"].get(name)
+            if arm == EQUAL_ARM:
+                numbers = {"mean": 0.0, "interval": None}
             if numbers is None or (plain and name != "Standard"):
                 continue
             height = number + 0.22 * (place - 1) * (not plain)
@@ -47,9 +49,10 @@ def draw_dots(figure, results: dict[Arm, dict]) -> None:
                 xerr=numbers["interval"],
                 fmt=MARKERS[name],
                 color="black" if plain else COLORS[name],
+                linestyle="none",
                 capsize=2,
                 markersize=5,
-                linewidth=1,
+                elinewidth=1,
                 label=arm_legend(dots, "plain" if plain else name),
             )
     dots.axvline(0, color="black", linestyle="--", linewidth=1)
@@ -82,7 +85,7 @@ def draw_passes(axes, results: dict[Arm, dict]) -> None:
         if arm in results:
             level = results[arm]["losses"][0]
             axes.axhline(level, color="black", linestyle=style, linewidth=1, label=label(arm))
-    axes.set_xscale("symlog", linthresh=1)
+    axes.set_xscale("symlog", linthresh=1, linscale=0.4)
     if feedback:
         longest = max(len(result["losses"]) for result in feedback.values()) - 1
         axes.set_xlim(0, longest)
@@ -92,7 +95,8 @@ def draw_passes(axes, results: dict[Arm, dict]) -> None:
     axes.set_ylim(low - 0.02, min(axes.get_ylim()[1], low + WIDEST))
     axes.set_xlabel("feedback passes")
     axes.set_ylabel(LOSS)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=LETTERS, frameon=False)
+    handles, names = axes.get_legend_handles_labels()
+    axes.figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=LETTERS)
 
 
 def draw_frontier(figure, results: dict[Arm, dict]) -> None:
