@@ -270,7 +270,7 @@ def cell(numbers: dict | None) -> str:
     if not numbers:
         return ""
     text = f"{numbers['bound']}{numbers['factor']:.2f}"
-    if numbers["interval"] is not None:
+    if numbers["interval"] is not None and numbers["beyond"] < 1:
         low, high = numbers["interval"]
         text += f" ({low:.2f} to {high:.2f})"
     return text

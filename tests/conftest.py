@@ -92,8 +92,10 @@ warmup_iters = 1
 def small_preset(monkeypatch, tmp_path):
     """Makes each preset of the ablations a model of a few hundred weights, and its text small."""
     from experiments.ablations.sweeps import PRESETS
+    from experiments.data_efficiency import FEWEST
 
     file = tmp_path / "small.toml"
     file.write_text(SMALL_PRESET)
     for name in PRESETS:
-        monkeypatch.setitem(PRESETS, name, (str(file), 1_000))
+        monkeypatch.setitem(PRESETS, name, str(file))
+        monkeypatch.setitem(FEWEST, name, 200)

@@ -8,7 +8,6 @@ is then deleted, because hundreds of them fill a disk, unless the Spec says `kee
     python -m experiments.ablations.runs FOLDER    does the one run that FOLDER/spec.json describes
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -16,11 +15,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from experiments.ablations.patient import train_patiently
@@ -29,7 +26,7 @@ from experiments.report import commit
 from harness.configurator import UserError, run
 from harness.data import load_meta
 from harness.machine import stop_on_signals
-from harness.runlog import writing_to
+from harness.runlog import locked, writing_to
 from train import train
 
 # Settings of a training that change none of its numbers. `max_iters` does, by the cool-down.
@@ -125,25 +122,6 @@ def complete(spec: Spec) -> dict | None:
     return numbers
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Makes the folder and holds it, for one process at a time. UserError where another has it.
-
-    The lock goes with its process, also with a killed one.
-    """
-    with writing_to(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / "lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(f"another process works in {folder}; wait for it") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def do_run(spec: Spec) -> dict | None:
     """Trains and measures one run, or continues where it stopped.
 
@@ -157,9 +135,8 @@ def do_run(spec: Spec) -> dict | None:
         if numbers := numbers_of(spec):
             return numbers
         resume = checkpoint.exists()
-        # A log alone is what a run leaves that was killed before its first checkpoint.
-        log_alone = (folder / "log.jsonl").exists() and not resume
-        config = replace(spec.train, resume=resume, overwrite=log_alone)
+        # What was killed before its first checkpoint left a log, and starts anew.
+        config = replace(spec.train, resume=resume, overwrite=not resume)
         if spec.patience:
             counters = train_patiently(config, spec.model, spec.patience)
         else:

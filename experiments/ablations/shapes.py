@@ -1,5 +1,6 @@
 """Shapes of equal parameters, found by counting the parameters of real models."""
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from model import GPT, GPTConfig
 
 
+@functools.cache
 def n_parameters(shape: GPTConfig) -> int:
     """How many parameters a model of this shape has. No memory is used for them."""
     with torch.device("meta"):
