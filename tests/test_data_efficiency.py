@@ -64,7 +64,7 @@ def test_a_patient_run_that_was_stopped_ends_as_if_it_never_was(corpus, tmp_path
     whole = runs.do_run(patient_spec(corpus, tmp_path / "whole"))
     part = patient_spec(corpus, tmp_path / "part")
     train_step = train_script.Run.train_step
-    stops = [3, 6]  # between two evaluations, and right before one
+    stops = [3, 4]  # between two evaluations, and right before one
 
     def stopped_in(run):
         entry = train_step(run)
@@ -184,7 +184,12 @@ def test_cells_say_what_is_a_bound():
     assert efficiency.cell({}) == ""
 
 
-def test_a_sweep_of_texts_ends_in_tables_json_and_picture(data, tmp_path, capsys, small_preset):
+@pytest.fixture
+def short(monkeypatch, small_preset):
+    monkeypatch.setattr(efficiency, "LONGEST", 2)
+
+
+def test_a_sweep_of_texts_ends_in_tables_json_and_picture(data, tmp_path, capsys, short):
     words = ["--preset=quick", "--seeds=1", "--jobs=1", "--n_windows=2", "--max_iters=1"]
     words += ["--device=cpu", f"--data_dir={data}", f"--out_dir={tmp_path}/out"]
     words += [f"--results_dir={tmp_path}", "--fusion=add"]

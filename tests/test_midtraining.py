@@ -22,7 +22,8 @@ def data(corpus, tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def words(data, tmp_path, small_preset) -> list[str]:
+def words(data, tmp_path, small_preset, monkeypatch) -> list[str]:
+    monkeypatch.setattr(midtraining, "N_PASSES", 4)  # to measure a run with
     sizes = ["--preset=quick", "--max_iters=4", "--jobs=1", "--n_windows=4", "--device=cpu"]
     folders = [f"--data_dir={data}", f"--out_dir={tmp_path}/out", f"--results_dir={tmp_path}"]
     return [*sizes, *folders]
