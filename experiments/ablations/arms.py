@@ -68,12 +68,13 @@ def changed(config: TrainConfig, shape: GPTConfig, arm: dict) -> tuple[TrainConf
     layers = changes.pop("layers", shape.n_layer)
     equal_parameters = changes.pop("equal_parameters", False)
     config = replace(config, max_iters=round(config.max_iters * steps))
-    # The embedding's parameters count too, so shapes are fitted with the data's own vocabulary.
-    sized = replace(shape, vocab_size=vocab_of(config))
-    depth = equal_depth(sized, layers)
-    shape = replace(shape, **depth)
-    if equal_parameters:
-        shape = replace(shape, n_hidden=equal_hidden(replace(sized, **depth)))
+    if equal_parameters or layers != shape.n_layer:
+        # The embedding's parameters count too, so shapes are fitted with the data's vocabulary.
+        sized = replace(shape, vocab_size=vocab_of(config))
+        depth = equal_depth(sized, layers)
+        shape = replace(shape, **depth)
+        if equal_parameters:
+            shape = replace(shape, n_hidden=equal_hidden(replace(sized, **depth)))
     ours = {name: changes[name] for name in changes if name in TrainConfig.__dataclass_fields__}
     theirs = {name: changes[name] for name in changes if name not in ours}
     return replace(config, **ours), replace(shape, **theirs)
