@@ -440,7 +440,7 @@ def test_the_dots_are_differences_with_their_intervals(half):
         results[arm] = result_of(number, half, plain=arm in (PLAIN_ARM, EQUAL_ARM))
     figure = Figure()
     pictures.draw(figure, sweep, results)
-    dots, curves = figure.axes
+    dots, staged, interleaved = figure.axes
     labels = [text.get_text() for text in dots.get_yticklabels()]
     assert labels[:3] == ["plain", "plain, equal parameters", "staged, 0.5"]
     bars = {}
@@ -454,7 +454,8 @@ def test_the_dots_are_differences_with_their_intervals(half):
     if half:
         (segments,) = bars[3][1][1].lines[2]
         assert segments.get_segments()[0][:, 0].tolist() == [3.75, 4.25]
-    assert len(curves.lines) == 4 + 2
+    assert len(staged.lines) == 2 + 2 and len(interleaved.lines) == 2 + 2
+    assert staged.get_title() == "staged"
 
 
 def test_the_frontier_and_the_depths_are_drawn_against_numbers():

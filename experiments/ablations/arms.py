@@ -29,7 +29,7 @@ class Settings(Shared):
     seeds: int = setting(3, "runs of each arm, with seeds seed, seed + 1, ...")
     jobs: int = setting(2, "runs at a time, which share the cores")
     max_iters: int = setting(0, "training steps of a run; 0: the preset's")
-    out_dir: str = setting("out/ablations", "where the runs go", path=True)
+    out_dir: str = setting("out/ablations", "where the runs go")
     train: bool = setting(True, "false: report the runs that are finished, and start none")
     keep: bool = setting(False, "keep the checkpoints of finished runs")
 
@@ -68,12 +68,13 @@ def changed(config: TrainConfig, shape: GPTConfig, arm: dict) -> tuple[TrainConf
     layers = changes.pop("layers", shape.n_layer)
     equal_parameters = changes.pop("equal_parameters", False)
     config = replace(config, max_iters=round(config.max_iters * steps))
-    # The embedding's parameters count too, so shapes are fitted with the data's own vocabulary.
-    sized = replace(shape, vocab_size=vocab_of(config))
-    depth = equal_depth(sized, layers)
-    shape = replace(shape, **depth)
-    if equal_parameters:
-        shape = replace(shape, n_hidden=equal_hidden(replace(sized, **depth)))
+    if equal_parameters or layers != shape.n_layer:
+        # The embedding's parameters count too, so shapes are fitted with the data's vocabulary.
+        sized = replace(shape, vocab_size=vocab_of(config))
+        depth = equal_depth(sized, layers)
+        shape = replace(shape, **depth)
+        if equal_parameters:
+            shape = replace(shape, n_hidden=equal_hidden(replace(sized, **depth)))
     ours = {name: changes[name] for name in changes if name in TrainConfig.__dataclass_fields__}
     theirs = {name: changes[name] for name in changes if name not in ours}
     return replace(config, **ours), replace(shape, **theirs)

@@ -30,12 +30,22 @@ def draw(figure, sweep: Sweep, results: dict[Arm, dict]) -> None:
 
 
 def draw_dots(figure, results: dict[Arm, dict]) -> None:
-    """Above, a point per arm and mode: its difference to plain, equal parameters. Below, passes."""
+    """Above, a point per arm and mode: its difference to plain, equal parameters. Below, passes.
+
+    The bars are the paired differences' 95% intervals.
+    """
     n_arms = len(results)
-    figure.set_size_inches(7, 4.6 + 0.4 * n_arms)
-    dots, curves = figure.subplots(2, 1, height_ratios=[1.0 + 0.3 * n_arms, 3.0])
+    figure.set_size_inches(7, 4.4 + 0.3 * n_arms)
+    series = list(dict.fromkeys(arm[0] for arm, result in results.items() if is_fed(result)))
+    grid = figure.add_gridspec(2, max(1, len(series)), height_ratios=[1.0 + 0.3 * n_arms, 3.0])
+    dots = figure.add_subplot(grid[0, :])
+    panels = {}
+    for column, name in enumerate(series or [""]):
+        first = next(iter(panels.values()), None)
+        panels[name] = figure.add_subplot(grid[1, column], sharey=first)
+        panels[name].tick_params(labelleft=first is None)
     for number, (arm, result) in enumerate(results.items()):
-        plain = len(result["losses"]) == 1
+        plain = not is_fed(result)
         for place, name in enumerate(MODES):
             numbers = result["to plain, equal parameters"].get(name)
             if arm == EQUAL_ARM:
@@ -59,9 +69,14 @@ def draw_dots(figure, results: dict[Arm, dict]) -> None:
     dots.set_yticks(range(n_arms), [label(arm) for arm in results])
     dots.set_ylim(n_arms - 0.5, -0.5)
     dots.grid(axis="y", linewidth=0.3)
-    dots.set_xlabel("difference to plain, equal parameters (nats per token; bar: 95%, paired)")
+    dots.set_xlabel("minus plain, equal parameters (nats per token)")
     dots.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize=LETTERS, frameon=False)
-    draw_passes(curves, results)
+    draw_passes(panels, results)
+
+
+def is_fed(result: dict) -> bool:
+    """Whether an arm trains feedback; a plain one has a single loss."""
+    return len(result["losses"]) > 1
 
 
 def arm_legend(axes, name: str) -> str | None:
@@ -70,33 +85,36 @@ def arm_legend(axes, name: str) -> str | None:
     return None if name in names else name
 
 
-def draw_passes(axes, results: dict[Arm, dict]) -> None:
-    """The loss after 0, 1, 2, ... feedback passes: a colour per x, a line style per series."""
-    feedback = {arm: result for arm, result in results.items() if len(result["losses"]) > 1}
-    names = list(dict.fromkeys(arm[1] for arm in feedback))
-    series = list(dict.fromkeys(arm[0] for arm in feedback))
-    styles = {name: ("-", "--", ":", "-.")[number % 4] for number, name in enumerate(series)}
+def draw_passes(panels: dict, results: dict[Arm, dict]) -> None:
+    """The loss after 0, 1, 2, ... feedback passes: a panel per series, a colour per x."""
+    names = list(dict.fromkeys(arm[1] for arm, result in results.items() if is_fed(result)))
     low = min(min(result["losses"]) for result in results.values())
-    for arm, result in feedback.items():
-        color = f"C{names.index(arm[1]) % 10}"
-        axes.plot(result["losses"], color=color, linestyle=styles[arm[0]], linewidth=1.3,
-                  label=label(arm))
-    for arm, style in ((PLAIN_ARM, ":"), (EQUAL_ARM, "--")):
-        if arm in results:
-            level = results[arm]["losses"][0]
-            axes.axhline(level, color="black", linestyle=style, linewidth=1, label=label(arm))
-    axes.set_xscale("symlog", linthresh=1, linscale=0.4)
-    if feedback:
-        longest = max(len(result["losses"]) for result in feedback.values()) - 1
-        axes.set_xlim(0, longest)
-        ticks = [k for k in (0, 1, 2, 4, 8, 16, 32, 100) if k <= longest]
+    shown = {}
+    for series, axes in panels.items():
+        for arm, result in results.items():
+            if arm[0] == series and is_fed(result):
+                color = f"C{names.index(arm[1]) % 10}"
+                line = axes.plot(result["losses"], color=color, linewidth=1.3)[0]
+                shown[label(("", arm[1]))] = line
+        for arm, style in ((PLAIN_ARM, ":"), (EQUAL_ARM, "--")):
+            if arm in results:
+                level = results[arm]["losses"][0]
+                line = axes.axhline(level, color="black", linestyle=style, linewidth=1)
+                shown[label(arm)] = line
+        longest = max(len(result["losses"]) for result in results.values()) - 1
+        axes.set_xscale("symlog", linthresh=1, linscale=0.4)
+        axes.set_xlim(0, max(longest, 1))
+        ticks = [k for k in (0, 1, 2, 4, 8, 32, 100) if k <= longest]
         axes.set_xticks(ticks, [str(k) for k in ticks])
         axes.minorticks_off()
-    axes.set_ylim(low - 0.02, min(axes.get_ylim()[1], low + WIDEST))
-    axes.set_xlabel("feedback passes")
-    axes.set_ylabel(LOSS)
-    handles, names = axes.get_legend_handles_labels()
-    axes.figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=LETTERS)
+        axes.set_xlabel("feedback passes")
+        axes.set_title(series, fontsize=LETTERS)
+    first = next(iter(panels.values()))
+    first.set_ylim(low - 0.02, min(first.get_ylim()[1], low + WIDEST))
+    first.set_ylabel(LOSS)
+    first.figure.legend(
+        shown.values(), shown.keys(), loc="outside lower center", ncols=3, fontsize=LETTERS
+    )
 
 
 def draw_frontier(figure, results: dict[Arm, dict]) -> None:
@@ -153,4 +171,5 @@ def draw_depth(figure, sweep: Sweep, results: dict[Arm, dict]) -> None:
     differences.set_xlabel(sweep.x)
     losses.set_ylabel(LOSS)
     differences.set_ylabel("minus plain, equal parameters")
-    losses.legend(fontsize=LETTERS)
+    handles, names = losses.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=LETTERS)
