@@ -4,8 +4,14 @@ arXiv:2608.08888; equation numbers are the paper's. Read from top to bottom: the
 fusion (the only new parameters), an ordinary small decoder, then the method itself in `GPT`.
 
     e_t   the embedding of token t
-    u_t   what the stack is fed: e_t itself (plain), or e_t fused with h_{t-1}
+    u_t   what the stack is fed: e_t itself (plain), or e_t (x) h_{t-1}, the fusion of the two
     h_t   what the stack returns, after the last norm: exactly what the LM head reads
+
+u_t needs h_{t-1}, so the exact recurrence is sequential, one token after the other, as in decoding.
+Training approximates it by K parallel passes over all tokens. Pass 1 is a plain GPT. In pass k each
+position t is fed e_t fused with the state that pass k-1 gave position t-1; its result is h^(k).
+
+`DEVIATION:` marks where the code departs from the paper or fills in what the paper leaves open.
 
 Shapes: B rows, T positions, D = n_embd channels, L blocks, V symbols, H query heads, H_kv key and
 value heads, D_h channels in a head. e, u and h are (B, T, D) each.
@@ -25,17 +31,19 @@ from torch.utils.checkpoint import checkpoint
 # Settings
 
 FusionKind = Literal["gated", "add", "concat", "residual", "gated_residual", "none"]
+# How to decode. standard: without feedback; soft: with feedback for the generated tokens; fused:
+# for the prompt's tokens too.
 Mode = Literal["standard", "soft", "fused"]
 
 
-def _setting(default, help: str, flag: bool = True):
+def _setting(default, text: str, flag: bool = True):
     """A field that becomes --name=value; flag=False keeps it off the command line."""
-    return field(default=default, metadata={"help": help, "flag": flag})
+    return field(default=default, metadata={"help": text, "flag": flag})
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of the model. A shape that cannot be built raises ValueError, naming the field."""
+    """The shape of the model. An impossible setting raises ValueError, naming the field."""
 
     vocab_size: int = _setting(256, "number of symbols, set by the tokenizer", flag=False)
     block_size: int = _setting(64, "longest context, in tokens")
@@ -47,11 +55,11 @@ class GPTConfig:
     n_hidden: int = _setting(0, "width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 32")
     dropout: float = _setting(0.0, "dropout on the residual branches")
     fusion: FusionKind = _setting("gated", ", ".join(get_args(FusionKind)) + " (a plain GPT)")
-    window: int = _setting(0, "tokens that a layer's attention sees, its own included; 0: all")
-    window_every: int = _setting(0, "with a window, every n-th layer sees all tokens; 0: none does")
+    window: int = _setting(0, "tokens that a position attends to, itself included; 0: all")
+    window_every: int = _setting(0, "with a window, every n-th layer attends to all; 0: none does")
     rope_base: float = _setting(10000.0, "base of the rotary frequencies")
     qk_norm: bool = _setting(True, "RMSNorm on queries and keys")
-    input_norm: bool = _setting(True, "RMSNorm in front of the stack and of the fusion's gate")
+    input_norm: bool = _setting(True, "RMSNorm on the stack's input, and on the fusion's e")
     depth_scale: bool = _setting(True, "scale each residual branch by 1/sqrt(2 n_layer)")
     eps: float = _setting(1e-6, "added to the mean square in every RMSNorm")
 
@@ -68,15 +76,17 @@ class GPTConfig:
         # Rotary positions rotate pairs of channels, so every head needs an even number of them.
         require("head_dim", self.head_dim % 2 == 0, "even")
         divides = self.head_dim > 0 or self.n_embd % (2 * self.n_head) == 0
-        require("n_embd", divides, f"a multiple of 2 n_head = {2 * self.n_head}, or give head_dim")
+        require("n_embd", divides, f"a multiple of 2 n_head = {2 * self.n_head} (or set head_dim)")
         grouped = self.n_head % self.kv_heads == 0
         require("n_kv_head", grouped, f"a divisor of n_head={self.n_head}, or 0 for n_head itself")
         require("window_every", self.window > 0 or not self.window_every, "0 without a window")
         require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
-        require("rope_base", 0 < self.rope_base < math.inf, "positive")
+        require("rope_base", 0 < self.rope_base < math.inf, "positive and finite")
         require("eps", 0 < self.eps < 1, "above 0 and below 1")
         kinds = get_args(FusionKind)
         require("fusion", self.fusion in kinds, f"one of {', '.join(kinds)}")
+
+    # The sizes, with the zeros filled in
 
     @property
     def kv_heads(self) -> int:
@@ -91,7 +101,7 @@ class GPTConfig:
         return self.n_hidden or math.ceil(self.n_embd * 8 / 3 / 32) * 32
 
     def window_of(self, layer: int) -> int:
-        """How many tokens a layer's attention sees, its own included; 0: all of them."""
+        """How many tokens a position of this layer attends to, itself included; 0: all."""
         sees_all = self.window_every > 0 and (layer + 1) % self.window_every == 0
         return 0 if sees_all else self.window
 
@@ -100,13 +110,26 @@ class GPTConfig:
 class Feedback:
     """How a pass reads the states of the pass before. Jitter and mixin act in training only."""
 
-    jitter: float = 0.0  # sigma of Eq. (11)
+    jitter: float = 0.0  # sigma of Eq. (11): h + Uniform[-sigma, sigma]; 0.02 in the paper
     detach: bool = False  # cut the gradient from a pass to the one before it (an ablation)
     mixin: bool = False  # prefix mixin: keep a random prefix of each row plain, like a prompt
 
 
 # --------------------------------------------------------------------------------------------------
 # Fusion: the only new parameters
+
+
+def init_weights(module: nn.Module) -> None:
+    """DEVIATION: the paper does not give its initialisation; this one is ours.
+
+    A matrix has the standard deviation fan_in^-1/2, so that what goes in and what comes out have
+    about the same size. The embedding is also the LM head, and small: at the widths of a laptop
+    the first predictions are then nearly uniform, and the first loss is near ln V.
+    """
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=module.in_features**-0.5)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
 
 
 class Fusion(nn.Module):
@@ -118,9 +141,9 @@ class Fusion(nn.Module):
     residual         e + rms(e) * W_H h                              ours, not the paper's
     gated_residual   e + rms(e) * (W_H h) * sigmoid(W_G norm(e))     ours, not the paper's
 
-    The residual kinds begin with W_H = 0: before the first step u is e, so each pass is the plain
-    model. rms(e), the root mean square of a token's channels, lets W_H h count in the embedding's
-    own units, however small embeddings are.
+    norm is `GPT.input_norm`, which the fusion shares with the stack. rms(e) is the root mean square
+    of a token's channels; it scales W_H h to the size of e. The residual kinds begin with W_H = 0:
+    before the first optimiser step u is e, so that every pass is the plain model.
 
     To add a kind: its name in `FusionKind`, its matrices in `__init__`, its formula in `forward`.
     """
@@ -139,9 +162,9 @@ class Fusion(nn.Module):
             nn.init.zeros_(self.W_H.weight)
 
     def forward(self, h_prev: Tensor, e: Tensor, norm_e: Tensor) -> Tensor:
-        """u of the states one position before and of embeddings, without and with the input norm.
+        """h_prev: states of the previous position; e: embeddings; norm_e: input_norm(e).
 
-        All three are (B, T, D), and so is u.
+        All are (B, T, D), and so is u, which is returned.
         """
         if self.kind == "gated":
             return self.W_H(h_prev) * torch.sigmoid(self.W_G(norm_e))  # (B, T, D), Eq. (4)
@@ -155,18 +178,6 @@ class Fusion(nn.Module):
         return e + rms_e * self.W_H(h_prev) * torch.sigmoid(self.W_G(norm_e))  # (B, T, D)
 
 
-def init_weights(module: nn.Module) -> None:
-    """DEVIATION: the paper's initialisation is not given; this one is ours.
-
-    A matrix keeps the scale of what it maps. The embedding is also the LM head, and small, so that
-    the first predictions are nearly uniform and the first loss is near ln V.
-    """
-    if isinstance(module, nn.Linear):
-        nn.init.normal_(module.weight, std=module.in_features**-0.5)
-    elif isinstance(module, nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-
-
 # --------------------------------------------------------------------------------------------------
 # The decoder: an ordinary small Llama
 
@@ -176,14 +187,14 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = rope  # (T, 1, D_h/2) each, float32
     x1, x2 = x.chunk(2, dim=-1)  # (B, T, H, D_h/2) each
     turned = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)  # (B, T, H, D_h)
-    return turned.type_as(x)  # under bfloat16 the angles stay float32, and x does not
+    return turned.type_as(x)  # turned in float32, returned in x's own dtype
 
 
 class KVCache:
     """Preallocated keys and values (L, B, H_kv, block_size, D_h), of which `length` are filled.
 
-    It also keeps the inputs u (B, block_size, D) that made them, because `GPT.slide` re-reads the
-    latest of these when the cache is full.
+    It also keeps the inputs u (B, block_size, D) that made them, because `GPT.slide` re-runs the
+    stack over the last half of them when the cache is full.
     """
 
     def __init__(self, config: GPTConfig, n_rows: int, like: Tensor):
@@ -192,13 +203,13 @@ class KVCache:
         self.v = like.new_empty(shape)
         self.u = like.new_empty(n_rows, config.block_size, config.n_embd)
         self.length = 0
-        self.passes = 0  # how many parallel passes built the prompt's part
+        self.passes = 0  # parallel passes that built the prompt's part, the plain one included
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Writes k, v (B, H_kv, T, D_h) behind the filled part.
 
-        -> all keys and values so far, (B, H_kv, length + T, D_h) each. `length` itself advances
-        once, in `GPT.stack`, after every layer has written.
+        Returns all keys and values so far, (B, H_kv, length + T, D_h) each. `length` itself
+        advances once, in `GPT.stack`, after every layer has written.
         """
         end = self.length + k.size(2)
         self.k[layer, :, :, self.length : end] = k
@@ -209,9 +220,10 @@ class KVCache:
 class Attention(nn.Module):
     """Causal attention with rotary positions, QK-norm, grouped queries and an optional window."""
 
-    def __init__(self, config: GPTConfig, window: int):
+    def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.window = window  # 0: no window
+        self.layer = layer
+        self.window = config.window_of(layer)  # 0: no window
         self.d_head = config.d_head
         self.grouped = config.kv_heads < config.n_head
         self.q = nn.Linear(config.n_embd, config.n_head * config.d_head, bias=False)
@@ -221,9 +233,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(config.d_head, config.eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(config.d_head, config.eps) if config.qk_norm else nn.Identity()
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], layer: int, cache: KVCache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None) -> Tensor:
         B, T, _ = x.shape
         q = self.q(x).view(B, T, -1, self.d_head)  # (B, T, H, D_h)
         k = self.k(x).view(B, T, -1, self.d_head)  # (B, T, H_kv, D_h)
@@ -234,17 +244,18 @@ class Attention(nn.Module):
         k = k.transpose(1, 2)  # (B, H_kv, T, D_h)
         v = v.transpose(1, 2)  # (B, H_kv, T, D_h)
         if cache is not None:
-            k, v = cache.append(layer, k, v)  # (B, H_kv, length + T, D_h)
+            k, v = cache.append(self.layer, k, v)  # (B, H_kv, length + T, D_h)
         if self.window and T == 1:  # a single token needs no mask: it sees all keys it is given
             k = k[:, :, -self.window :]  # (B, H_kv, at most window, D_h)
             v = v[:, :, -self.window :]  # (B, H_kv, at most window, D_h)
-        mask = self.mask(T, k.size(2), x.device)
+        mask = self.visible(T, k.size(2), x.device)
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None and T > 1, enable_gqa=self.grouped
         )  # (B, H, T, D_h)
-        return self.out(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
+        y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H D_h)
+        return self.out(y)  # (B, T, D)
 
-    def mask(self, T: int, n_keys: int, device: torch.device) -> Tensor | None:
+    def visible(self, T: int, n_keys: int, device: torch.device) -> Tensor | None:
         """Which of n_keys keys each of the last T positions sees, (T, n_keys) bool.
 
         None where no mask has to be written out: for one token, which sees all keys, and for the
@@ -278,22 +289,21 @@ class Block(nn.Module):
     """x + a attn(norm(x)), then x + a mlp(norm(x)).
 
     DEVIATION: a = 1/sqrt(2L), our choice; the paper scales by depth without giving the factor. It
-    bounds the residual before the last norm, and so the share of it that is still the input u.
+    keeps the residual from growing with depth, so that the input u remains a fair share of it. The
+    paper has further norms behind each branch, and a gate per head; see results/README.md.
     """
 
-    def __init__(self, config: GPTConfig, window: int):
+    def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.a = (2 * config.n_layer) ** -0.5 if config.depth_scale else 1.0
         self.dropout = nn.Dropout(config.dropout)
         self.attn_norm = nn.RMSNorm(config.n_embd, config.eps)
-        self.attn = Attention(config, window)
+        self.attn = Attention(config, layer)
         self.mlp_norm = nn.RMSNorm(config.n_embd, config.eps)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], layer: int, cache: KVCache | None
-    ) -> Tensor:
-        x = x + self.a * self.dropout(self.attn(self.attn_norm(x), rope, layer, cache))
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None) -> Tensor:
+        x = x + self.a * self.dropout(self.attn(self.attn_norm(x), rope, cache))
         x = x + self.a * self.dropout(self.mlp(self.mlp_norm(x)))
         return x  # (B, T, D)
 
@@ -309,17 +319,16 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)  # also the LM head (tied)
-        # One norm for the stack and the gate, so that plain and fused inputs arrive alike.
+        # Shared by the stack and the fusion, so that plain and fused inputs have the same scale.
         norm = nn.RMSNorm(config.n_embd, config.eps)
         self.input_norm = norm if config.input_norm else nn.Identity()
-        blocks = (Block(config, config.window_of(layer)) for layer in range(config.n_layer))
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.output_norm = nn.RMSNorm(config.n_embd, config.eps)
         self.apply(init_weights)
         # The fusion comes last, so that a plain GPT of the same seed has the same other weights.
         self.fusion = None if config.fusion == "none" else Fusion(config.n_embd, config.fusion)
-        # Training only: keep each block's input instead of all activations, and compute them
-        # again in the backward pass. Less memory, more time, the same gradients.
+        # Training only: keep no more than the input of each block and of the loss, and compute
+        # the rest again in the backward pass. Less memory, more time, the same gradients.
         self.recompute = False
         self.rope_table: tuple[Tensor, Tensor] | None = None  # made by `rope`
 
@@ -332,8 +341,8 @@ class GPT(nn.Module):
     def stack(self, u: Tensor, cache: KVCache | None = None) -> Tensor:
         """h = f(u; cache), Eq. (3): inputs (B, T, D) -> top states (B, T, D).
 
-        With a cache, u continues what it holds and is appended to it; a full cache slides first.
-        ValueError when u does not fit into block_size.
+        With a cache, u continues what it holds and is appended to it. A completely full cache
+        slides first; ValueError for inputs that would overrun one that is partly filled.
         """
         if cache is not None and cache.length == self.config.block_size:
             self.slide(cache)
@@ -341,13 +350,13 @@ class GPT(nn.Module):
         end = start + u.size(1)
         if u.size(1) < 1 or end > self.config.block_size:
             raise ValueError(
-                f"{u.size(1)} inputs after {start}: at least 1, and at most block_size="
-                f"{self.config.block_size} in all, can be read"
+                f"cannot read {u.size(1)} inputs after {start}: at least 1 is needed, and "
+                f"block_size={self.config.block_size} is the most in all"
             )
         rope = self.rope(start, end, u.device)
         x = self.input_norm(u)  # (B, T, D)
-        for layer, block in enumerate(self.blocks):
-            x = self.maybe_recompute(block, x, rope, layer, cache)  # (B, T, D)
+        for block in self.blocks:
+            x = self.maybe_recompute(block, x, rope, cache)  # (B, T, D)
         if cache is not None:
             cache.u[:, start:end] = u
             cache.length = end
@@ -369,7 +378,7 @@ class GPT(nn.Module):
     def rope(self, start: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin, (T, 1, D_h/2) each, of the angles of positions start..end-1.
 
-        They are computed once, and are no buffers, since they stay float32 in any model's dtype.
+        Computed once. Not a buffer, so that model.bfloat16() leaves the angles in float32.
         """
         if self.rope_table is None or self.rope_table[0].device != device:
             d_head = self.config.d_head
@@ -384,7 +393,8 @@ class GPT(nn.Module):
     def slide(self, cache: KVCache) -> None:
         """Makes room: re-runs the stack over the last half block of the inputs actually fed.
 
-        DEVIATION: the paper does not say what happens past block_size.
+        DEVIATION: the paper does not say what happens past block_size. The kept inputs are not
+        computed anew: the first of them stays fused, and still carries what was dropped.
         """
         half = self.config.block_size // 2
         recent = cache.u[:, cache.length - half : cache.length]  # (B, block_size/2, D)
@@ -392,7 +402,7 @@ class GPT(nn.Module):
         self.stack(recent, cache)
 
     def maybe_recompute(self, part: Callable[..., Tensor], *inputs) -> Tensor:
-        """part(*inputs); with `recompute`, in a way that keeps only the inputs for the backward."""
+        """part(*inputs); with `recompute`, keeping only the inputs for the backward pass."""
         if self.recompute and self.training and torch.is_grad_enabled():
             return checkpoint(part, *inputs, use_reentrant=False)
         return part(*inputs)
@@ -404,13 +414,13 @@ class GPT(nn.Module):
         if self.fusion is None:
             raise ValueError("latent feedback needs a fusion; this model has fusion=none")
         u = self.fusion(h_prev, e, self.input_norm(e))  # (B, T, D)
-        return u.type_as(e)  # autocast may have halved it
+        return u.type_as(e)  # autocast may have made it bfloat16
 
     def next_inputs(self, h: Tensor, e: Tensor, plain: Tensor | None = None) -> Tensor:
         """Eq. (8): the states of one pass and the embeddings -> the next pass's inputs u.
 
         All are (B, T, D). States shift right by one. The first position stays plain, and so do
-        those where `plain`, (T,) or (B, T), is True.
+        those where `plain`, (T,) or (B, T), is True: those of a prompt, for instance.
         """
         fused = self.fuse(h[:, :-1], e[:, 1:])  # (B, T-1, D)
         u = torch.cat([e[:, :1], fused], dim=1)  # (B, T, D)
@@ -444,8 +454,8 @@ class GPT(nn.Module):
     ) -> list[Tensor]:
         """[h^(1), ..., h^(k)], (B, T, D) each, of tokens (B, T).
 
-        At positions 1..k, h^(k) is already the exact state of the sequential recurrence, as long
-        as there is no jitter.
+        In eval mode h^(k) is exact at positions 1..k: there it equals the sequential recurrence.
+        Jitter, mixin and dropout act in training only.
         """
         e = self.embed(idx)
         states = [self.stack(e)]  # Eq. (7)
@@ -462,8 +472,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Tokens and next tokens (B, T) -> NLL^(1), ..., NLL^(k), shape (k,), in nats per token.
 
-        Targets of -1 are left out. DDP wraps this: a whole step up to the objective, so that one
-        backward pass crosses all passes.
+        Targets of -1 are left out. All K passes run in this one call, so that DDP, which wraps it,
+        sees one forward and one backward.
         """
         n_targets = (targets != -1).sum()
         losses = []
@@ -479,9 +489,10 @@ class GPT(nn.Module):
     ) -> tuple[KVCache, Tensor]:
         """The KV cache of tokens (B, T) and their states h (B, T, D), by k parallel passes.
 
-        The first n_plain positions are plain, the others fused. k = 1 is ordinary prefill.
-        With tol > 0 the passes stop early, once ||h^(k) - h^(k-1)|| <= tol ||h^(k)|| over the
-        fused positions of every row; `cache.passes` tells how many were run.
+        From tokens alone it rebuilds the cache that decoding them one by one would have left. The
+        first n_plain positions are plain (the very first always is), the others fused. k = 1 is
+        ordinary prefill. With tol > 0 the passes stop early, once ||h^(k) - h^(k-1)|| <= tol
+        ||h^(k)|| over the fused positions of every row; `cache.passes` tells how many were run.
         """
         e = self.embed(idx)
         plain = torch.arange(idx.size(1), device=idx.device) < n_plain  # (T,)
@@ -500,20 +511,23 @@ class GPT(nn.Module):
                     break
         return cache, h
 
+    @torch.no_grad()
     def prefill(
         self, idx: Tensor, mode: Mode, prefill_passes: int = 1, tol: float = 0.0
     ) -> tuple[KVCache, Tensor]:
-        """The prompt (B, T), of which the last block_size tokens are read.
+        """Reads the prompt (B, T), of a long one the last block_size tokens.
 
-        -> its cache and its last state (B, 1, D). Standard and Soft read the prompt in one plain
-        pass; Fused adds `prefill_passes` fused ones, fewer once `tol` is reached.
+        Returns its cache and its last state (B, 1, D). Standard and Soft read it in one plain pass;
+        Fused adds `prefill_passes` fused ones, or fewer once `tol` is reached.
         """
         if mode not in get_args(Mode):
             raise ValueError(f"mode={mode!r} must be one of {', '.join(get_args(Mode))}")
         if mode != "standard" and self.fusion is None:
             raise ValueError(f"mode={mode!r} needs a fusion; this model has fusion=none")
         if prefill_passes < 1:
-            raise ValueError(f"prefill_passes={prefill_passes} must be at least 1; soft has none")
+            raise ValueError(
+                f"prefill_passes={prefill_passes} must be at least 1; use mode=soft for none"
+            )
         idx = idx[:, -self.config.block_size :]
         if mode == "fused":
             cache, h = self.reconstruct(idx, n_plain=0, k=1 + prefill_passes, tol=tol)
@@ -540,11 +554,11 @@ class GPT(nn.Module):
         pick: Callable[[Tensor], Tensor] | None = None,
         **options,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """After the prompt idx (B, T), yields max_new_tokens pairs (Listing 2).
+        """After the prompt idx (B, T), yields max_new_tokens pairs (the paper's Listing 2).
 
         A pair is a token (B,) and its log-probability (B,), which is the model's own, whatever
         `pick` does. pick: logits (B, V) -> tokens (B,), the likeliest by default; see `sampler`.
-        options: those of `prefill`.
+        options: those of `prefill`. For a model in eval mode; errors come with the first pair.
         """
         pick = pick or greedy
         cache, h = self.prefill(idx, mode, **options)
@@ -552,7 +566,7 @@ class GPT(nn.Module):
             logits = self.head(h[:, -1]).float()  # (B, V)
             token = pick(logits)  # (B,)
             yield token, logits.log_softmax(-1).gather(1, token[:, None])[:, 0]
-            if n + 1 < max_new_tokens:  # nobody reads the state of the last token
+            if n + 1 < max_new_tokens:  # the state of the last token is not needed
                 h = self.decode_step(token[:, None], h, cache, mode)
 
 
@@ -568,7 +582,8 @@ def prefix_mask(n_rows: int, n_positions: int, device: torch.device | None = Non
 
     DEVIATION: p is uniform in 1..T-1; the paper leaves its distribution open.
     """
-    p = torch.randint(1, max(n_positions, 2), (n_rows, 1), device=device)  # (B, 1)
+    high = max(n_positions, 2)  # of one position, too, randint needs a range
+    p = torch.randint(1, high, (n_rows, 1), device=device)  # (B, 1)
     return torch.arange(n_positions, device=device) < p  # (B, T)
 
 
@@ -583,8 +598,9 @@ def sampler(
     """A `pick` for GPT.generate that draws: logits (B, V) -> tokens (B,).
 
     temperature 0 is greedy; top_k 0 keeps all symbols. Row i draws from a generator of its own,
-    made of (seed, i), so that a row is the same whatever stands beside it; with seed=None all rows
-    draw from PyTorch's global one. ValueError for a negative setting.
+    seeded from (seed, i), so that its draws do not depend on the rest of the batch; a second use of
+    the same `pick` continues where the first stopped. With seed=None all rows draw from PyTorch's
+    global generator. ValueError for a negative setting.
     """
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be positive, or 0 for the likeliest")
@@ -605,6 +621,7 @@ def sampler(
         if seed is None:
             return torch.multinomial(p, 1)[:, 0].to(logits.device)  # (B,)
         while len(generators) < len(p):
+            # 2^64 / golden ratio spreads the seeds of neighbouring rows.
             row_seed = (seed + len(generators) * 0x9E3779B97F4A7C15) % 2**63
             generators.append(torch.Generator().manual_seed(row_seed))
         rows = zip(p, generators, strict=False)  # an earlier batch may have had more rows

@@ -51,7 +51,7 @@ def test_the_edits_are_in_fusion_alone():
     name, edits = readme_edits()
     model = (ROOT / "model.py").read_text()
     start = model.index("class Fusion")
-    end = model.index("def init_weights")
+    end = model.index("def rotate")
     for old, new in edits:
         at = model.index(old)
         assert start < at < end or old.startswith("FusionKind"), old
