@@ -590,7 +590,7 @@ def test_feedback_that_was_never_trained_is_refused(
     for mode in ("soft", "fused"):
         message = complaint(f"--mode={mode}", run=run)
         assert message.startswith(
-            f"--mode={mode}: {run} never trained latent feedback; train it on: python train.py "
+            f"--mode={mode}: {run} never trained latent feedback; continue with: python train.py "
         )
         assert f"--init_from='{run}'" in message and way_out in message
     text, err = run_main("--mode=standard", "--prompt=ab", "--max_new_tokens=20", run=run)
