@@ -93,7 +93,7 @@ def complaint(capsys, trained):
 
 def process(*argv, cwd=HERE) -> subprocess.CompletedProcess:
     command = [sys.executable, HERE / "sample.py", *argv]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=180)
 
 
 def encode(text) -> list[int]:
@@ -590,7 +590,7 @@ def test_feedback_that_was_never_trained_is_refused(
     for mode in ("soft", "fused"):
         message = complaint(f"--mode={mode}", run=run)
         assert message.startswith(
-            f"--mode={mode}: {run} never trained latent feedback; train it on: python train.py "
+            f"--mode={mode}: {run} never trained latent feedback; continue with: python train.py "
         )
         assert f"--init_from='{run}'" in message and way_out in message
     text, err = run_main("--mode=standard", "--prompt=ab", "--max_new_tokens=20", run=run)
@@ -800,4 +800,4 @@ def test_a_folder_without_a_checkpoint_is_named_with_the_runs_there_are(
     (tmp_path / "empty").mkdir()
     make_checkpoint(tmp_path / "out/one")
     message = complaint(run="empty")
-    assert "no checkpoint at empty/ckpt.pt" in message and "there are: out/one" in message
+    assert "no checkpoint at empty/ckpt.pt" in message and "found: out/one" in message
