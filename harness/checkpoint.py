@@ -84,7 +84,7 @@ def load_checkpoint(path: str | Path) -> dict:
     checkpoint = read_checkpoint(file)
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UserError(
-            f"{file} is a PyTorch file, but not a checkpoint of train.py; found: {known_runs()}"
+            f"{file} is a PyTorch file, but not a checkpoint of train.py; there are: {known_runs()}"
         )
     check_checkpoint(file, checkpoint)
     return checkpoint
@@ -100,7 +100,7 @@ def find_checkpoint(path: str | Path) -> Path:
     if not found:
         where = "" if file.is_absolute() else f" (in {Path.cwd()})"
         raise UserError(
-            f"no checkpoint at {file}{where}; found: {known_runs()}. "
+            f"no checkpoint at {file}{where}; there are: {known_runs()}. "
             "Train one, without --resume: python train.py config/demo.toml"
         )
     return file
@@ -123,7 +123,7 @@ def read_checkpoint(file: Path):
         pass  # what a damaged archive or pickle may raise; the answer is the same
     raise UserError(
         f"{file} ({file.stat().st_size} bytes) is not a checkpoint: empty, cut short, damaged, or "
-        f"another kind of file; found: {known_runs()}"
+        f"another kind of file; there are: {known_runs()}"
     )
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.configurator import UserError
+from harness.configurator import PROCESS_GROUP, UserError
 
 # --------------------------------------------------------------------------------------------------
 # Device and number format
@@ -143,18 +143,16 @@ def stop_on_signals():
 # --------------------------------------------------------------------------------------------------
 # Processes
 
-IN_A_GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets all
-
 
 def group_from_environment() -> tuple[int, int, int]:
     """(rank, local rank, size) of this process; (0, 0, 1) where no launcher set the variables.
 
     UserError for a part of them: a leftover `RANK=1` would make a run that saves nothing.
     """
-    numbers = [name for name in IN_A_GROUP[:3] if name in os.environ]
+    numbers = [name for name in PROCESS_GROUP[:3] if name in os.environ]
     if not numbers:  # an address without a rank is a setting of the cluster, and starts no group
         return 0, 0, 1
-    missing = [name for name in IN_A_GROUP if name not in os.environ]
+    missing = [name for name in PROCESS_GROUP if name not in os.environ]
     given = ", ".join(f"{name}={os.environ[name]}" for name in numbers)
     way_out = f"start with torchrun, or unset {' '.join(numbers)}"
     if missing:
@@ -163,7 +161,7 @@ def group_from_environment() -> tuple[int, int, int]:
             f"{given} in the environment, but {', '.join(missing)} {what} missing: {way_out}"
         )
     try:
-        rank, local_rank, size = (int(os.environ[name]) for name in IN_A_GROUP[:3])
+        rank, local_rank, size = (int(os.environ[name]) for name in PROCESS_GROUP[:3])
     except ValueError:
         raise UserError(f"{given} in the environment must be whole numbers: {way_out}") from None
     if not (0 <= rank < size and 0 <= local_rank < size):

@@ -87,9 +87,9 @@ def say(text: str) -> None:
         tqdm.write(text)
         sys.stdout.flush()  # here, where a closed pipe can still be caught
     except (OSError, ValueError):  # a closed pipe or terminal; a closed file
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
             # What is still buffered, and what comes later, goes nowhere instead.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 class Log:

@@ -177,7 +177,7 @@ def test_missing_checkpoints_are_named_with_those_that_exist(tmp_path, monkeypat
     for path, file in places:
         message = complaint(path)
         assert f"no checkpoint at {file} (in {tmp_path});" in message
-        assert f"found: {listed}." in message
+        assert f"there are: {listed}." in message
         assert "python train.py" in message
 
 

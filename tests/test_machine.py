@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from harness.configurator import UserError
+from harness.configurator import PROCESS_GROUP, UserError
 from harness.machine import (
-    IN_A_GROUP,
     compile_blocks,
     group_from_environment,
     memory_for,
@@ -140,7 +139,7 @@ def test_under_nohup_a_hangup_stays_ignored():
 
 # A process group's environment
 
-WHOLE = dict(zip(IN_A_GROUP, ("1", "1", "2", "localhost", "29500"), strict=True))
+WHOLE = dict(zip(PROCESS_GROUP, ("1", "1", "2", "localhost", "29500"), strict=True))
 
 
 @pytest.fixture
@@ -148,7 +147,7 @@ def environment(monkeypatch):
     """environment(RANK="1", ...) sets these of the group's variables, and no others."""
 
     def put(**variables):
-        for name in IN_A_GROUP:
+        for name in PROCESS_GROUP:
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -165,7 +164,7 @@ def test_no_variables_are_one_process_and_all_of_them_a_group(environment):
     assert group_from_environment() == (1, 1, 2)
 
 
-@pytest.mark.parametrize("name", IN_A_GROUP)
+@pytest.mark.parametrize("name", PROCESS_GROUP)
 def test_a_missing_variable_is_named(environment, name):
     environment(**{other: value for other, value in WHOLE.items() if other != name})
     with pytest.raises(UserError, match=f"{name} is missing: start with torchrun, or unset"):
