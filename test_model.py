@@ -178,13 +178,13 @@ def naive_fusion(model, h, e):
 
 def naive_inputs(model, h, e, n_plain=1):
     """u (B, T, D): plain at the first n_plain positions, then e_t fused with the state before."""
-    return torch.stack(
-        [
-            e[:, t] if t < n_plain else naive_fusion(model, h[:, t - 1], e[:, t])
-            for t in range(e.size(1))
-        ],
-        dim=1,
-    )
+    u = []
+    for t in range(e.size(1)):
+        if t < n_plain:
+            u.append(e[:, t])
+        else:
+            u.append(naive_fusion(model, h[:, t - 1], e[:, t]))
+    return torch.stack(u, dim=1)
 
 
 def naive_passes(model, idx, k, n_plain=1):
@@ -197,9 +197,14 @@ def naive_passes(model, idx, k, n_plain=1):
 
 def naive_recurrence(model, idx, n_plain=1):
     """Eqs. (3), (5), (6), one position after the other: u, h, keys, values."""
-    e, u = model.embedding.weight[idx], []
+    e = model.embedding.weight[idx]
+    u = []
+    h = None
     for t in range(idx.size(1)):
-        u.append(e[:, t] if t < n_plain else naive_fusion(model, h[:, t - 1], e[:, t]))  # noqa: F821
+        if t < n_plain:
+            u.append(e[:, t])
+        else:
+            u.append(naive_fusion(model, h[:, t - 1], e[:, t]))
         h, k, v = naive_stack(model, torch.stack(u, dim=1))
     return torch.stack(u, dim=1), h, k, v
 

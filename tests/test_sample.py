@@ -730,7 +730,10 @@ def test_help_states_the_rules(capsys):
 
 @pytest.mark.parametrize(
     "argv, shown",
-    [(["no/such.pt"], "no checkpoint at no/such.pt"), (["{run}", "--prompt=é€"], "'€' (U+20AC)")],
+    [
+        (["no/such.pt"], "no checkpoint at no/such.pt"),
+        (["{run}", "--prompt=é€"], "'€' (U+20AC)"),
+    ],
 )
 def test_a_mistake_ends_in_one_line_and_exit_code_2(trained, argv, shown):
     done = process(*(word.format(run=trained[0]) for word in argv))
