@@ -276,6 +276,15 @@ def classes(page, selector: str) -> list[str]:
     return page.eval_on_selector_all(selector, "all => all.map(one => one.className)")
 
 
+def play_moves(page, moves: str):
+    """Moves by the page's own function, in one call; another test presses keys and buttons."""
+    page.evaluate("(moves) => { for (const move of moves) make(move); }", moves)
+
+
+def write_letters(page, n: int):
+    page.evaluate("(n) => { for (let i = 0; i < n; i++) $('text-step').click(); }", n)
+
+
 def text_of(page, selector: str) -> str:
     return page.text_content(selector).strip()
 
@@ -337,13 +346,11 @@ def test_the_cups_move_with_the_ball(game):
 
 
 def test_let_it_write(game, trained):
-    for move in TWENTY[:10]:
-        game.keyboard.press(move)
+    play_moves(game, TWENTY[:10])
     silent = bars(game, "plain")
     feedback = bars(game, "soft")
     game.keyboard.press("w")  # in the middle of a game, which it hears again
-    for move in TWENTY[10:]:
-        game.keyboard.press(move)
+    play_moves(game, TWENTY[10:])
     read = "3"
     written = []
     for move in TWENTY:
@@ -365,8 +372,7 @@ def test_let_it_write(game, trained):
     game.keyboard.press("n")
     assert not game.is_checked("#write")
     game.evaluate("new_game('3')")
-    for move in TWENTY[:10]:
-        game.keyboard.press(move)
+    play_moves(game, TWENTY[:10])
     assert bars(game, "plain") == pytest.approx(silent, abs=1e-6)
     assert bars(game, "soft") == pytest.approx(feedback, abs=1e-6)
 
@@ -518,8 +524,7 @@ def test_the_text_model_writes_what_pytorch_writes(writing, runs):
         )
         assert [symbol for symbol, _ in shown] == [symbols[token] for token in best.indices]
         assert [p for _, p in shown] == pytest.approx(best.values.tolist(), abs=CLOSE)
-    for _ in range(30):  # block_size is 16: the caches slide
-        writing.click("#text-step")
+    write_letters(writing, 30)  # block_size is 16: the caches slide
     texts = {}
     for mode in get_args(Mode):
         tokens = [int(token) for token, _ in model.generate(idx, 30, mode)]
@@ -536,8 +541,7 @@ def test_the_text_model_writes_what_pytorch_writes(writing, runs):
 
 def written(page, seed: int) -> list[str]:
     page.fill("#seed", str(seed))
-    for _ in range(12):
-        page.click("#text-step")
+    write_letters(page, 12)
     return [page.text_content(f"#column-{mode} .out") for mode in get_args(Mode)]
 
 
@@ -585,8 +589,7 @@ def test_without_a_text_model_there_is_no_third_part(docs):
 def test_it_fits_and_has_two_colour_schemes(writing, width, scheme):
     writing.set_viewport_size({"width": width, "height": 800})
     writing.emulate_media(color_scheme=scheme)
-    for move in TWENTY:
-        writing.evaluate(f"make('{move}')")
+    play_moves(writing, TWENTY)
     assert writing.evaluate("document.documentElement.scrollWidth") == width
     overflowing = writing.evaluate("""() => {
       const all = Array.from(document.querySelectorAll("button, input, .card, svg"));
