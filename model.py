@@ -184,9 +184,9 @@ class Fusion(nn.Module):
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary positions: channels j and j + D_h/2 of x (B, T, H, D_h) turn as one 2-d vector."""
-    cos, sin = rope  # (T, 1, D_h/2) each, float32
-    x1, x2 = x.chunk(2, dim=-1)  # (B, T, H, D_h/2) each
-    turned = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)  # (B, T, H, D_h)
+    cos, sin = rope  # (T, 1, D_h) each, float32; sin is negative in the first half
+    partner = x.roll(x.size(-1) // 2, dims=-1)  # (B, T, H, D_h): the halves change places
+    turned = x * cos + partner * sin  # (B, T, H, D_h)
     return turned.type_as(x)  # turned in float32, returned in x's own dtype
 
 
@@ -376,7 +376,7 @@ class GPT(nn.Module):
         return losses.view_as(targets)  # (B, T)
 
     def rope(self, start: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin, (T, 1, D_h/2) each, of the angles of positions start..end-1.
+        """cos and signed sin, (T, 1, D_h) each, of the angles of positions start..end-1.
 
         Computed once. Not a buffer, so that model.bfloat16() leaves the angles in float32.
         """
@@ -386,7 +386,12 @@ class GPT(nn.Module):
             frequency = self.config.rope_base ** (-channel / d_head)  # (D_h/2,)
             position = torch.arange(self.config.block_size, device=device, dtype=torch.float32)
             angle = torch.outer(position, frequency)[:, None]  # (block_size, 1, D_h/2)
-            self.rope_table = angle.cos(), angle.sin()
+            cos = angle.cos()
+            sin = angle.sin()
+            # x1 turns to x1 cos - x2 sin, and x2 to x2 cos + x1 sin.
+            full_cos = torch.cat([cos, cos], dim=-1)  # (block_size, 1, D_h)
+            full_sin = torch.cat([-sin, sin], dim=-1)  # (block_size, 1, D_h)
+            self.rope_table = full_cos, full_sin
         cos, sin = self.rope_table
         return cos[start:end], sin[start:end]
 
