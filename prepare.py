@@ -18,7 +18,6 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from corpora import CORPORA, corpus_text
 from harness.configurator import UserError, parse, require, run, setting, suggestion
 from harness.data import load_meta, save_dataset, token_dtype
 from harness.text import STDIN, read_text, unix_newlines
-from harness.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
+from harness.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, make_tokenizer
 
 SAME_DATA = ("sha256", "tokenizer", "train_tokens")  # what a run compares before it resumes
 
@@ -41,8 +40,10 @@ class Settings:
     name: str | None = setting(
         None, "the folder under data_dir, and what train.py calls the dataset"
     )
-    tokenizer: Literal["char", "gpt2"] = setting(
-        "char", "char: one token per character; gpt2: byte pairs (tiktoken)"
+    tokenizer: str = setting(
+        "char",
+        "char: one token per character; gpt2: byte pairs (tiktoken); or a checkpoint, for its own",
+        path=True,
     )
     val_fraction: float = setting(0.1, "share of the text, its end, kept for validation")
     data_dir: str = setting("data", "where the folders of prepared data are", path=True)
@@ -106,13 +107,26 @@ def split(text: str, val_fraction: float) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
+def choose_tokenizer(name: str, text: str) -> Tokenizer:
+    """The tokenizer that --tokenizer names. A checkpoint's own is what its model can read."""
+    if name == "char":
+        return CharTokenizer("".join(sorted(set(text))))
+    if name == "gpt2":
+        return GPT2Tokenizer()
+    from harness.checkpoint import known_runs, load_checkpoint  # torch takes seconds to load
+
+    if not Path(name).exists():
+        raise UserError(
+            f"--tokenizer={name}: must be char, gpt2, or a checkpoint whose tokenizer to use"
+            f"{suggestion(name, ['char', 'gpt2'])}; found: {known_runs()}"
+        )
+    return make_tokenizer(load_checkpoint(name)["tokenizer"])
+
+
 def encode(text: str, settings: Settings) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
     """The tokenizer, and the tokens (N,) of both splits. UserError."""
     parts = split(text, settings.val_fraction)
-    if settings.tokenizer == "gpt2":
-        tokenizer = GPT2Tokenizer()
-    else:
-        tokenizer = CharTokenizer("".join(sorted(set(text))))
+    tokenizer = choose_tokenizer(settings.tokenizer, text)
     dtype = token_dtype(tokenizer.vocab_size)
     train, val = (np.array(tokenizer.encode(part), dtype) for part in parts)  # (N,) each
     if tokenizer.start_token not in train:

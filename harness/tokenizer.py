@@ -1,11 +1,12 @@
-"""Text <-> token ids: characters, or GPT-2's byte pairs. A checkpoint keeps the `spec` and needs
-nothing else.
+"""Text <-> token ids: characters, GPT-2's byte pairs, or a pretrained model's. A checkpoint keeps
+the `spec` and needs nothing else.
 
-Both tokenizers have `spec`, `vocab_size`, `start_token`, `encode`, `decode`, and `decode_bytes` for
+All tokenizers have `spec`, `vocab_size`, `start_token`, `encode`, `decode`, and `decode_bytes` for
 streams, because a token of GPT-2's may be a part of a character. The start token stands for an
 empty prompt: a newline, which texts are full of, unlike GPT-2's end-of-text.
 """
 
+import json
 from collections.abc import Iterable
 
 import numpy as np
@@ -84,20 +85,91 @@ class GPT2Tokenizer:
         return self.decode_bytes(ids).decode(errors="replace")
 
 
-Tokenizer = CharTokenizer | GPT2Tokenizer
+class HFTokenizer:
+    """A pretrained model's byte pairs: the text of its tokenizer.json, by the `tokenizers` library.
+
+    vocab_size is the model's, which may have more symbols than the tokenizer knows. Special tokens
+    in a text, such as <|im_start|>, are read as such; none is added. UserError where the library is
+    missing, where it does not understand the text, and where the tokens are not made of bytes.
+    """
+
+    def __init__(self, json_text: str, vocab_size: int):
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError:
+            raise UserError(
+                "this tokenizer needs the library `tokenizers`: "
+                "pip install -r requirements-pretrained.txt"
+            ) from None
+        try:
+            self.bpe = Library.from_str(json_text)
+        except Exception as error:  # the library raises nothing narrower
+            raise UserError(f"the tokenizer cannot be read ({error})") from None
+        if "ByteLevel" not in str(json.loads(json_text)["decoder"]):
+            raise UserError("its tokens are not bytes (ByteLevel); choose another model")
+        self.bpe.no_truncation()
+        self.bpe.no_padding()
+        largest = max(self.bpe.get_vocab().values(), default=0)
+        if largest >= vocab_size:
+            raise UserError(f"it has a token {largest}, but the model {vocab_size} symbols")
+        self.spec = {"kind": "hf", "json": json_text, "vocab_size": vocab_size}
+        self.vocab_size = vocab_size
+        self.special = self.bpe.get_added_tokens_decoder()
+        self.byte_of = {char: byte for byte, char in enumerate(byte_characters())}
+        newline = self.encode("\n")
+        self.start_token = newline[0] if newline else 0
+
+    def encode(self, text: str) -> list[int]:
+        text = text.encode(errors="replace").decode()  # a lone surrogate becomes a question mark
+        return self.bpe.encode(text, add_special_tokens=False).ids
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        parts = []
+        for i in ids:
+            if i in self.special:
+                parts.append(self.special[i].content.encode())
+            else:  # None for a symbol that only the model has
+                parts.append(bytes(self.byte_of[char] for char in self.bpe.id_to_token(i) or ""))
+        return b"".join(parts)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.decode_bytes(ids).decode(errors="replace")
 
 
-def make_tokenizer(spec: dict[str, str]) -> Tokenizer:
-    """The tokenizer with this `spec`: {"kind": "char", "symbols": ...} or {"kind": "gpt2"}.
+def byte_characters() -> list[str]:
+    """The printable character by which byte-level tokenizers write each of the 256 bytes.
 
-    UserError for any other.
+    Printable bytes of Latin-1 stand for themselves; the others, in order, for U+0100 onwards.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    characters = []
+    unprintable = 0
+    for byte in range(256):
+        if byte in printable:
+            characters.append(chr(byte))
+        else:
+            characters.append(chr(0x100 + unprintable))
+            unprintable += 1
+    return characters
+
+
+Tokenizer = CharTokenizer | GPT2Tokenizer | HFTokenizer
+
+
+def make_tokenizer(spec: dict) -> Tokenizer:
+    """The tokenizer with this `spec`; UserError for any other.
+
+    {"kind": "char", "symbols": ...}, {"kind": "gpt2"}, or a pretrained model's {"kind": "hf",
+    "json": the text of its tokenizer.json, "vocab_size": the model's}.
     """
     match spec:
         case {"kind": "gpt2"}:
             return GPT2Tokenizer()
         case {"kind": "char", "symbols": str(symbols)}:
             return CharTokenizer(symbols)
-    raise UserError(f"unknown tokenizer {repr(spec)[:80]}; there are char and gpt2")
+        case {"kind": "hf", "json": str(json_text), "vocab_size": int(vocab_size)}:
+            return HFTokenizer(json_text, vocab_size)
+    raise UserError(f"unknown tokenizer {repr(spec)[:80]}; there are char, gpt2 and hf")
 
 
 def code_points(text: str) -> np.ndarray:

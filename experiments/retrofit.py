@@ -1,0 +1,207 @@
+"""A pretrained model with latent feedback against plain fine-tuning of equal steps, and its speed.
+
+    python -m experiments.retrofit out/smollm2_plain out/smollm2_fbt
+    python -m experiments.retrofit out/smollm2_plain out/smollm2_fbt --n_tokens=16
+
+The first run is plain (config/smollm2.toml with --fusion=none --pass_mix=1), the others have
+feedback. With the same seed they saw the same batches, so their losses are compared step by step;
+`compute` counts tokens times passes. Validation losses are those that training logged.
+
+With --n_tokens also the speed of decoding on one CPU thread, Standard and Soft, of the last run's
+model, beside `transformers`' own generate() with the same weights. A round decodes n_tokens in
+each way, and the ratios are those within a round: CPU seconds, since other programs may share the
+machine.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from experiments.pretrained import HUGGING_FACE, library, their_names
+from experiments.report import Settings as Shared
+from experiments.report import labels, save, table
+from harness.checkpoint import load_checkpoint, load_model, without_feedback
+from harness.configurator import UserError, parse, require, run, setting
+from harness.runlog import read_log
+from model import GPT
+
+
+@dataclass(frozen=True)
+class Settings(Shared):
+    n_tokens: int = setting(0, "tokens decoded to time each way of decoding; 0: no timing")
+    rounds: int = setting(5, "times that all ways are timed, one after the other")
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self, "n_tokens", self.n_tokens >= 0, "positive, or 0 for no timing")
+        require(self, "rounds", self.rounds >= 1, "at least 1")
+
+
+def curves(path: str) -> dict:
+    """A run's settings and its losses by pass. UserError where there is no whole log."""
+    folder = Path(path)
+    entries = read_log(folder / "log.jsonl")
+    training = [entry for entry in entries if "losses" in entry]
+    evaluations = [entry for entry in entries if "val_losses" in entry]
+    if not training or not evaluations:
+        raise UserError(f"{folder}/log.jsonl has no training or no evaluation; name a run's folder")
+    checkpoint = load_checkpoint(path)
+    names = ("pass_mix", "lam", "jitter", "learning_rate", "batch_size", "max_iters", "seed")
+    config = checkpoint["train_config"]
+    return {
+        "train_config": {name: config[name] for name in names},
+        "block_size": checkpoint["model_config"]["block_size"],
+        "fusion": checkpoint["model_config"]["fusion"],
+        "steps": [entry["step"] for entry in training],
+        "losses": [entry["losses"] for entry in training],
+        "val_steps": [entry["step"] for entry in evaluations],
+        "val_losses": [entry["val_losses"] for entry in evaluations],
+        "tokens": training[-1]["tokens"],
+        "compute_tokens": training[-1]["compute_tokens"],
+        "seconds": training[-1]["seconds"],
+    }
+
+
+def against_plain(plain: dict, other: dict) -> dict:
+    """Mean differences to the plain run over the second half of the training steps, in nats.
+
+    Same steps, same batches: of its pass 1, of its last pass, and of its last pass to its first.
+    """
+    if plain["steps"] != other["steps"]:
+        raise UserError("the runs logged different steps; train both with equal --max_iters")
+    half = len(plain["steps"]) // 2
+    pairs = list(zip(plain["losses"], other["losses"]))[half:]
+    return {
+        "from_step": plain["steps"][half],
+        "pass_1": statistics.mean(ours[0] - theirs[0] for theirs, ours in pairs),
+        "last_pass": statistics.mean(ours[-1] - theirs[0] for theirs, ours in pairs),
+        "last_pass_to_pass_1": statistics.mean(ours[-1] - ours[0] for _, ours in pairs),
+    }
+
+
+def as_transformers(model: GPT):
+    """transformers' LlamaForCausalLM with the weights of a model without QK-norm."""
+    transformers = library("transformers")
+    ours = model.config
+    if ours.qk_norm or ours.input_norm or ours.depth_scale:
+        raise UserError("--n_tokens: transformers has no such model; name a run of a llama model")
+    config = transformers.LlamaConfig(
+        vocab_size=ours.vocab_size,
+        hidden_size=ours.n_embd,
+        intermediate_size=ours.d_hidden,
+        num_hidden_layers=ours.n_layer,
+        num_attention_heads=ours.n_head,
+        num_key_value_heads=ours.kv_heads,
+        head_dim=ours.d_head,
+        max_position_embeddings=ours.block_size,
+        rms_norm_eps=ours.eps,
+        rope_parameters={"rope_type": "default", "rope_theta": ours.rope_base},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,  # nothing ends a text early
+        pad_token_id=None,
+    )
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    weights = model.state_dict()
+    named = {there: weights[here] for here, there in their_names(ours, HUGGING_FACE).items()}
+    theirs.load_state_dict(named, strict=False)
+    theirs.tie_weights()
+    return theirs
+
+
+def cpu_seconds(job: Callable[[], object]) -> float:
+    began = time.process_time()
+    job()
+    return time.process_time() - began
+
+
+@torch.no_grad()
+def speed(model: GPT, settings: Settings) -> dict:
+    """Tokens per CPU second of each way of decoding, and their ratios, medians over rounds."""
+    n = settings.n_tokens
+    theirs = as_transformers(model)
+    prompt = torch.arange(8)[None] % model.config.vocab_size  # (1, T)
+
+    def ours(mode: str) -> list[int]:
+        return [token.item() for token, _ in model.generate(prompt, n, mode)]
+
+    def their_text() -> list[int]:
+        mask = torch.ones_like(prompt)
+        text: Tensor = theirs.generate(
+            prompt, attention_mask=mask, max_new_tokens=n, do_sample=False, use_cache=True
+        )
+        return text[0, prompt.size(1) :].tolist()
+
+    if ours("standard") != their_text():
+        raise UserError("--n_tokens: transformers decodes another text; it is not the same model")
+    ways = {"standard": partial(ours, "standard"), "soft": partial(ours, "soft"),
+            "transformers": their_text}  # fmt: skip
+    seconds = {name: [] for name in ways}
+    for _ in range(settings.rounds):
+        for name, job in ways.items():
+            seconds[name].append(cpu_seconds(job))
+    soft = [s / p for s, p in zip(seconds["soft"], seconds["standard"])]
+    against = [t / p for t, p in zip(seconds["transformers"], seconds["standard"])]
+    return {
+        "tokens": n,
+        "rounds": settings.rounds,
+        "tokens_per_cpu_second": {name: n / statistics.median(s) for name, s in seconds.items()},
+        "soft_time_over_standard": statistics.median(soft),
+        "standard_speed_over_transformers": statistics.median(against),
+    }
+
+
+def draw(figure, names: list[str], runs: list[dict]) -> None:
+    axes = figure.subplots()
+    for color, (name, one) in enumerate(zip(names, runs)):
+        for k in range(len(one["losses"][0])):
+            losses = [losses[k] for losses in one["losses"]]
+            style = {"color": f"C{color}", "alpha": 1 - 0.3 * k, "lw": 1}
+            axes.plot(one["steps"], losses, label=f"{name}, pass {k + 1}", **style)
+    axes.set(xlabel="step", ylabel="training loss, nats per token")
+    axes.set_title("Equal steps, same batches")
+    axes.legend(fontsize="small")
+
+
+def main(argv: list[str]) -> None:
+    settings, paths = parse(argv, Settings, doc=__doc__, positional="run")
+    if len(paths) < 2:
+        raise UserError("name a plain run and one with feedback: out/smollm2_plain out/smollm2_fbt")
+    began = time.perf_counter()
+    names = labels(paths)
+    runs = [curves(path) for path in paths]
+    plain = runs[0]
+    if plain["fusion"] != "none":
+        raise UserError(f"{paths[0]} has a fusion; name a plain run first, of --fusion=none")
+    rows = []
+    for name, one in zip(names, runs):
+        by_pass = " ".join(f"{loss:.4f}" for loss in one["val_losses"][-1])
+        first = f"{one['val_losses'][0][0]:.4f}"
+        row = [name, first, by_pass, one["compute_tokens"] / plain["compute_tokens"]]
+        if one is not plain:
+            one["against_plain"] = against_plain(plain, one)
+            row += [one["against_plain"]["pass_1"], one["against_plain"]["last_pass"]]
+        rows.append(row + ["", ""] if one is plain else row)
+    header = ["run", "validation loss before", "after, by pass", "computation",
+              "training: pass 1 minus plain", "last pass minus plain"]  # fmt: skip
+    print(table(header, rows))
+    numbers = {"runs": dict(zip(names, runs))}
+    if settings.n_tokens:
+        torch.set_num_threads(1)
+        model, checkpoint = load_model(paths[-1])
+        problem = without_feedback(paths[-1], checkpoint)
+        if problem:
+            raise UserError(problem)
+        numbers["speed"] = speed(model, settings)
+        print(numbers["speed"])
+    save("retrofit", settings, began, numbers, lambda figure: draw(figure, names, runs))
+
+
+if __name__ == "__main__":
+    run(main)
