@@ -113,14 +113,14 @@ def choose_tokenizer(name: str, text: str) -> Tokenizer:
         return CharTokenizer("".join(sorted(set(text))))
     if name == "gpt2":
         return GPT2Tokenizer()
-    from harness.checkpoint import known_runs, load_checkpoint  # torch takes seconds to load
+    from harness.checkpoint import load_checkpoint  # torch takes seconds to load
 
-    if not Path(name).exists():
-        raise UserError(
-            f"--tokenizer={name}: must be char, gpt2, or a checkpoint whose tokenizer to use"
-            f"{suggestion(name, ['char', 'gpt2'])}; found: {known_runs()}"
-        )
-    return make_tokenizer(load_checkpoint(name)["tokenizer"])
+    try:
+        checkpoint = load_checkpoint(name)
+    except UserError as error:
+        near = suggestion(name, ["char", "gpt2"])
+        raise UserError(f"--tokenizer: {name!r} is neither char nor gpt2{near}; {error}") from None
+    return make_tokenizer(checkpoint["tokenizer"])
 
 
 def encode(text: str, settings: Settings) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
