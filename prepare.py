@@ -42,8 +42,8 @@ class Settings:
     )
     tokenizer: str = setting(
         "char",
-        "char: one token per character; gpt2: byte pairs (tiktoken); or a checkpoint whose "
-        "tokenizer to use",
+        "char: one token per character; gpt2: byte pairs (tiktoken); or a checkpoint, for its own",
+        path=True,
     )
     val_fraction: float = setting(0.1, "share of the text, its end, kept for validation")
     data_dir: str = setting("data", "where the folders of prepared data are", path=True)
@@ -107,6 +107,22 @@ def split(text: str, val_fraction: float) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
+def choose_tokenizer(name: str, text: str) -> Tokenizer:
+    """The tokenizer that --tokenizer names. A checkpoint's own is what its model can read."""
+    if name == "char":
+        return CharTokenizer("".join(sorted(set(text))))
+    if name == "gpt2":
+        return GPT2Tokenizer()
+    from harness.checkpoint import load_checkpoint  # torch takes seconds to load
+
+    try:
+        checkpoint = load_checkpoint(name)
+    except UserError as error:
+        near = suggestion(name, ["char", "gpt2"])
+        raise UserError(f"--tokenizer: {name!r} is neither char nor gpt2{near}; {error}") from None
+    return make_tokenizer(checkpoint["tokenizer"])
+
+
 def encode(text: str, settings: Settings) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
     """The tokenizer, and the tokens (N,) of both splits. UserError."""
     parts = split(text, settings.val_fraction)
@@ -156,22 +172,6 @@ def write(folder: Path, meta: dict, train: np.ndarray, val: np.ndarray, settings
 
 def notice(text: str) -> None:
     print(f"prepare.py: {text}", file=sys.stderr)
-
-
-def choose_tokenizer(name: str, text: str) -> Tokenizer:
-    """The tokenizer that --tokenizer names. A checkpoint's own is what its model can read."""
-    if name == "char":
-        return CharTokenizer("".join(sorted(set(text))))
-    if name == "gpt2":
-        return GPT2Tokenizer()
-    from harness.checkpoint import known_runs, load_checkpoint  # loads PyTorch, which is slow
-
-    if not Path(name).exists():
-        raise UserError(
-            f"--tokenizer={name}: must be char, gpt2, or a checkpoint whose tokenizer to use"
-            f"{suggestion(name, ['char', 'gpt2'])}; there are: {known_runs()}"
-        )
-    return make_tokenizer(load_checkpoint(name)["tokenizer"])
 
 
 def main(argv: list[str]) -> None:

@@ -70,9 +70,7 @@ CONTROL = 3  # a GGUF file's type of special tokens
 
 @dataclass(frozen=True)
 class Settings:
-    out_dir: str = setting(
-        "", "the checkpoint's folder; empty: out/<name of SOURCE>", path=True
-    )
+    out_dir: str = setting("", "the checkpoint's folder; empty: out/<name of SOURCE>", path=True)
     block_size: int = setting(1024, "longest context, in tokens; the model's own if that is less")
     dtype: Literal["float32", "bfloat16"] = setting(
         "float32", "of the weights on disk, float32 or bfloat16 (half the size); in memory float32"
@@ -473,7 +471,7 @@ def main(argv: list[str]) -> None:
     if len(words) != 1:
         raise UserError(f"name one SOURCE: a Hugging Face folder, a GGUF file, or {PACKAGED}")
     name = Path(words[0]).resolve().name.removesuffix(".gguf")
-    folder = Path(settings.out_dir or f"out/{name}").expanduser()
+    folder = Path(settings.out_dir or f"out/{name}")
     if (folder / "ckpt.pt").exists() and not settings.overwrite:
         way_out = "--overwrite it, or choose another --out_dir"
         raise UserError(f"{folder} already holds a checkpoint: {way_out}")

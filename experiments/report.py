@@ -60,8 +60,8 @@ def load(path: str, settings: Settings) -> tuple[GPT, dict, np.ndarray]:
     model, checkpoint = load_model(path, pick_device(settings.device))
     folder = Path(settings.data_dir).expanduser() / checkpoint["train_config"]["dataset"]
     meta = load_meta(folder)
-    trained_on = checkpoint["dataset"]["sha256"]  # "" for a pretrained model: on no text of ours
-    same_text = trained_on in ("", meta["sha256"])
+    pretrained = checkpoint["dataset"]["sha256"] == ""  # on no text of ours: any will do
+    same_text = pretrained or meta["sha256"] == checkpoint["dataset"]["sha256"]
     same_symbols = meta["tokenizer"] == checkpoint["tokenizer"]
     if not (same_text and same_symbols):
         raise UserError(

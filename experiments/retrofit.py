@@ -69,19 +69,24 @@ def curves(path: str) -> dict:
 
 
 def against_plain(plain: dict, other: dict) -> dict:
-    """Mean differences to the plain run over the second half of the training steps, in nats.
+    """Mean differences to the plain run, in nats, over the later half of the steps both logged.
 
     Same steps, same batches: of its pass 1, of its last pass, and of its last pass to its first.
     """
-    if plain["steps"] != other["steps"]:
-        raise UserError("the runs logged different steps; train both with equal --max_iters")
-    half = len(plain["steps"]) // 2
-    pairs = list(zip(plain["losses"], other["losses"]))[half:]
+    plain_losses = dict(zip(plain["steps"], plain["losses"]))
+    losses = dict(zip(other["steps"], other["losses"]))
+    steps = sorted(plain_losses.keys() & losses.keys())
+    steps = steps[len(steps) // 2 :]
+    if not steps:
+        raise UserError("the runs logged no step in common; train both with --log_interval=1")
+    first = [losses[step][0] for step in steps]
+    last = [losses[step][-1] for step in steps]
+    baseline = [plain_losses[step][0] for step in steps]
     return {
-        "from_step": plain["steps"][half],
-        "pass_1": statistics.mean(ours[0] - theirs[0] for theirs, ours in pairs),
-        "last_pass": statistics.mean(ours[-1] - theirs[0] for theirs, ours in pairs),
-        "last_pass_to_pass_1": statistics.mean(ours[-1] - ours[0] for _, ours in pairs),
+        "steps": [steps[0], steps[-1]],
+        "pass_1": statistics.mean(first) - statistics.mean(baseline),
+        "last_pass": statistics.mean(last) - statistics.mean(baseline),
+        "last_pass_to_pass_1": statistics.mean(last) - statistics.mean(first),
     }
 
 

@@ -1,7 +1,7 @@
-"""Text <-> token ids: characters, or GPT-2's byte pairs. A checkpoint keeps the `spec` and needs
-nothing else.
+"""Text <-> token ids: characters, GPT-2's byte pairs, or a pretrained model's. A checkpoint keeps
+the `spec` and needs nothing else.
 
-Both tokenizers have `spec`, `vocab_size`, `start_token`, `encode`, `decode`, and `decode_bytes` for
+All tokenizers have `spec`, `vocab_size`, `start_token`, `encode`, `decode`, and `decode_bytes` for
 streams, because a token of GPT-2's may be a part of a character. The start token stands for an
 empty prompt: a newline, which texts are full of, unlike GPT-2's end-of-text.
 """
@@ -156,11 +156,11 @@ def byte_characters() -> list[str]:
 Tokenizer = CharTokenizer | GPT2Tokenizer | HFTokenizer
 
 
-def make_tokenizer(spec: dict[str, str]) -> Tokenizer:
-    """The tokenizer with this `spec`; UserError for others.
+def make_tokenizer(spec: dict) -> Tokenizer:
+    """The tokenizer with this `spec`; UserError for any other.
 
-    {"kind": "char", "symbols": ...}, {"kind": "gpt2"}, or a pretrained model's
-    {"kind": "hf", "json": tokenizer.json's text, "vocab_size": the model's}.
+    {"kind": "char", "symbols": ...}, {"kind": "gpt2"}, or a pretrained model's {"kind": "hf",
+    "json": the text of its tokenizer.json, "vocab_size": the model's}.
     """
     match spec:
         case {"kind": "gpt2"}:
@@ -169,7 +169,7 @@ def make_tokenizer(spec: dict[str, str]) -> Tokenizer:
             return CharTokenizer(symbols)
         case {"kind": "hf", "json": str(json_text), "vocab_size": int(vocab_size)}:
             return HFTokenizer(json_text, vocab_size)
-    raise UserError(f"unknown tokenizer {spec!r:.80}; there are char, gpt2 and hf")
+    raise UserError(f"unknown tokenizer {repr(spec)[:80]}; there are char, gpt2 and hf")
 
 
 def code_points(text: str) -> np.ndarray:

@@ -52,18 +52,18 @@ MODELS = {
 
 
 def small_tokenizer():
-    """A byte-level tokenizer of 256 bytes, a special token and a few merges."""
+    """A byte-level tokenizer: 256 bytes, a special token with a space in it, and a few merges."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=300,
-        special_tokens=["<|end|>"],
+        special_tokens=["<|the end|>"],
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([TEXT * 3, "the capital of the world " * 3], trainer)
+    tokenizer.train_from_iterator([TEXT * 3, "the capital " * 3, "12345\n" * 20], trainer)
     return tokenizer
 
 
@@ -188,7 +188,7 @@ def save_gguf(file: Path, model, pre="smollm", fields=None, tensors=None, arch="
     writer.add_string("tokenizer.ggml.model", "gpt2")
     writer.add_string("tokenizer.ggml.pre", pre)
     writer.add_array("tokenizer.ggml.tokens", tokens)
-    writer.add_array("tokenizer.ggml.token_type", [3 if t == "<|end|>" else 1 for t in tokens])
+    writer.add_array("tokenizer.ggml.token_type", [3 if t == "<|the end|>" else 1 for t in tokens])
     writer.add_array("tokenizer.ggml.merges", [" ".join(pair) for pair in tokenizer["merges"]])
     for name, array in (gguf_arrays(model) | (tensors or {})).items():
         if array is not None and name == "token_embd.weight":
@@ -252,8 +252,8 @@ def test_the_tokenizer_encodes_as_the_library_and_decodes_bytes():
     assert tokenizer.decode(ids) == TEXT
     assert b"".join(tokenizer.decode_bytes([i]) for i in ids) == TEXT.encode()
     assert tokenizer.decode([tokenizer.start_token]) == "\n"
-    end = library.token_to_id("<|end|>")
-    assert tokenizer.encode("be<|end|>")[-1] == end and tokenizer.decode([end]) == "<|end|>"
+    end = library.token_to_id("<|the end|>")
+    assert tokenizer.encode("be<|the end|>")[-1] == end and tokenizer.decode([end]) == "<|the end|>"
     assert tokenizer.decode_bytes([V - 1]) == b""  # a symbol that only the model has
     assert tokenizer.decode(tokenizer.encode("a\ud800")) == "a?"
     assert tokenizer.vocab_size == V
@@ -262,13 +262,13 @@ def test_the_tokenizer_encodes_as_the_library_and_decodes_bytes():
 
 
 def test_the_tokenizer_of_a_gguf_file(tmp_path, llama):
-    for pre, text, n_digits in (("smollm", "12345", 5), ("qwen2", "12345", 5)):
+    for pre, n_tokens in (("smollm", 5), ("qwen2", 5), ("gpt-2", 1)):
         file = save_gguf(tmp_path / f"{pre}.gguf", llama, pre=pre)
         _, spec = pretrained.load_pretrained(str(file))
         tokenizer = make_tokenizer(spec)
-        assert len(tokenizer.encode(text)) == n_digits  # digit by digit
+        assert len(tokenizer.encode("12345")) == n_tokens  # digit by digit, or merged
         assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
-        assert tokenizer.decode(tokenizer.encode("be<|end|>")[-1:]) == "<|end|>"
+        assert tokenizer.decode(tokenizer.encode("be<|the end|>")[-1:]) == "<|the end|>"
         library = small_tokenizer()
         words = "to the capital"
         assert tokenizer.encode(words) == library.encode(words).ids
@@ -486,7 +486,7 @@ def test_the_next_scripts_take_it(imported, capsys):
     assert fed["losses"] == losses and len(losses) == 2 and len(plain_losses[0]) == 1
     assert plain_losses[0][0] == pytest.approx(losses[0][0], abs=1e-6)  # the same first batch
     gap = fed["against_plain"]  # of the second step alone, the second half of two
-    assert gap["from_step"] == 2
+    assert gap["steps"] == [2, 2]
     assert gap["last_pass"] == pytest.approx(losses[1][2] - plain_losses[1][0])
     assert gap["pass_1"] == pytest.approx(losses[1][0] - plain_losses[1][0])
     assert fed["compute_tokens"] == 3 * made["runs"]["plain"]["compute_tokens"]
@@ -500,7 +500,7 @@ def test_a_tokenizer_that_is_neither_a_name_nor_a_checkpoint(imported):
     for name in ("gtp2", "out/nowhere"):
         with pytest.raises(UserError) as caught:
             prepare.main(["--input=text.txt", f"--tokenizer={name}"])
-        assert f"--tokenizer={name}: " in str(caught.value)
+        assert f"--tokenizer: '{name}' is neither char nor gpt2" in str(caught.value)
         assert "out/tiny-llama-0.1" in str(caught.value)  # what there is
     assert not Path("data").exists()
 
