@@ -210,7 +210,7 @@ def without_feedback(path: str, checkpoint: dict) -> str:
     has_fusion = checkpoint["model_config"]["fusion"] != "none"
     if has_fusion and checkpoint["feedback_steps"]:
         return ""
-    fusion = "" if has_fusion else " --fusion=gated"
+    fusion = "" if has_fusion else " --fusion=residual"
     return (
         f"{path} never trained latent feedback; continue with: python train.py CONFIG.toml "
         f"--out_dir=out/NEW --init_from={shlex.quote(str(path))} --pass_mix=0,0,1{fusion}"

@@ -181,7 +181,7 @@ def test_mistakes_end_in_one_line(plain_run, tiny_run, corpus, tmp_path):
     flags = [f"--data_dir={corpus}", f"--results_dir={tmp_path}/results"]
     with pytest.raises(UserError, match="at least one checkpoint"):
         fixed_point.main(flags)
-    with pytest.raises(UserError, match="never trained latent feedback.*--fusion=gated"):
+    with pytest.raises(UserError, match="never trained latent feedback.*--fusion=residual"):
         fixed_point.main([plain_run, *flags])
     with pytest.raises(UserError, match="give at most --n_plain=15"):
         fixed_point.main([tiny_run, *flags, "--n_plain=16"])

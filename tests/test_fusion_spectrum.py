@@ -267,7 +267,7 @@ def test_mistakes_end_in_one_line(plain_run, make_run, corpus, tmp_path):
     flags = [f"--data_dir={corpus}", f"--results_dir={tmp_path}/results"]
     with pytest.raises(UserError, match="at least one checkpoint"):
         fusion_spectrum.main(flags)
-    with pytest.raises(UserError, match="never trained latent feedback.*--fusion=gated"):
+    with pytest.raises(UserError, match="never trained latent feedback.*--fusion=residual"):
         fusion_spectrum.main([plain_run, *flags])
     without = make_run(pass_mix=(1.0,), max_iters=1)
     with pytest.raises(UserError, match="never trained latent feedback.*--pass_mix=0,0,1$"):

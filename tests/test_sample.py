@@ -578,8 +578,8 @@ def test_soft_s_first_token_is_standard_s(run_main):
     "steps, shape, way_out",
     [
         (0, {}, "--pass_mix=0,0,1"),
-        (0, {"fusion": "none"}, "--fusion=gated"),
-        (3, {"fusion": "none"}, "--fusion=gated"),
+        (0, {"fusion": "none"}, "--fusion=residual"),
+        (3, {"fusion": "none"}, "--fusion=residual"),
     ],
 )
 def test_feedback_that_was_never_trained_is_refused(
