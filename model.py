@@ -175,7 +175,9 @@ class Fusion(nn.Module):
         rms_e = e.square().mean(dim=-1, keepdim=True).sqrt()  # (B, T, 1)
         if self.kind == "residual":
             return e + rms_e * self.W_H(h_prev)  # (B, T, D)
-        return e + rms_e * self.W_H(h_prev) * torch.sigmoid(self.W_G(norm_e))  # (B, T, D)
+        if self.kind == "gated_residual":
+            return e + rms_e * self.W_H(h_prev) * torch.sigmoid(self.W_G(norm_e))  # (B, T, D)
+        raise ValueError(f"fusion={self.kind} has no formula in Fusion.forward")
 
 
 # --------------------------------------------------------------------------------------------------
