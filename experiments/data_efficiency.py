@@ -62,7 +62,7 @@ PAPER = {"fusion": "gated", "lam": 1.0} | always(3)
 
 @dataclass(frozen=True)
 class Settings(Shared):
-    out_dir: str = setting("out/data_efficiency", "where the runs go")
+    out_dir: str = setting("out/data_efficiency", "where the runs go", path=True)
     fusion: FusionKind = setting("residual", f"of the second recipe: {', '.join(KINDS)}")
     lam: float = setting(4.0, "lambda of the second recipe")
     passes: int = setting(3, "passes of the second recipe's steps, 2 or more")

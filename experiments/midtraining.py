@@ -62,7 +62,7 @@ ABOVE = 0.1  # nats that the picture shows above the loss that all start from
 
 @dataclass(frozen=True)
 class Settings(Shared):
-    out_dir: str = setting("out/midtraining", "where the runs go")
+    out_dir: str = setting("out/midtraining", "where the runs go", path=True)
     lam: float = setting(1.0, "lambda of the arms with feedback")
 
     def __post_init__(self):

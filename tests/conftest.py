@@ -26,8 +26,8 @@ QUICK = {
 }
 
 
-def configs(data_dir: str, out_dir: str, **settings) -> tuple[TrainConfig, GPTConfig]:
-    """The two configs of a tiny run; settings of both."""
+def configs(data_dir: str, out_dir: str, /, **settings) -> tuple[TrainConfig, GPTConfig]:
+    """The two configs of a tiny run; settings of both, which may name another data_dir."""
     ours = QUICK | {"data_dir": str(data_dir), "out_dir": str(out_dir)}
     shape = dict(SHAPE)
     for name, value in settings.items():

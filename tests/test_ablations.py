@@ -403,7 +403,7 @@ def test_a_sweep_that_fails_does_not_cost_the_others_theirs(words, tmp_path, mon
         ([], "name a sweep: detach"),
         (["fusoin"], "did you mean fusion"),
         (["fusion", "--seeds=0"], "--seeds=0"),
-        (["fusion", "--preset=larg"], "did you mean gpu|none of quick"),
+        (["fusion", "--preset=larg"], "'larg' is not one of quick, laptop, gpu"),
         (["fusion", "--jobs=0"], "--jobs=0"),
         (["fusion", "--max_iters=-1"], "--max_iters=-1"),
         (["fusion", "--data_dir=nowhere"], "python prepare.py pydocs"),

@@ -36,7 +36,9 @@ def prompts(corpus) -> torch.Tensor:
 
 def run_likelihood(run: str, corpus: str, results, *flags) -> dict:
     words = [f"--data_dir={corpus}", f"--results_dir={results}", "--n_windows=6", "--device=cpu"]
-    words += [f"--n_prompt={PROMPT}", f"--passes={','.join(map(str, PASSES))}"]
+    words += [f"--n_prompt={PROMPT}"]
+    if not any(flag.startswith("--passes=") for flag in flags):
+        words += [f"--passes={','.join(map(str, PASSES))}"]
     assert likelihood.main([run, *words, *flags]) == 0
     assert (results / "likelihood.png").stat().st_size > 10_000
     return json.loads((results / "likelihood.json").read_text())

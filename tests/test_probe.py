@@ -130,8 +130,8 @@ def stream_and_state(model, u) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, L + 1, D) and (B, D) at the last position of inputs u, block by block."""
     x = normed(u, model.input_norm)
     depths = [x[:, -1]]
-    for layer, block in enumerate(model.blocks):
-        x = block(x, model.rope(0, u.size(1), u.device), layer, None)
+    for block in model.blocks:
+        x = block(x, model.rope(0, u.size(1), u.device), None)
         depths.append(x[:, -1])
     return torch.stack(depths, dim=1), normed(depths[-1], model.output_norm)
 

@@ -803,4 +803,4 @@ def test_a_folder_without_a_checkpoint_is_named_with_the_runs_there_are(
     (tmp_path / "empty").mkdir()
     make_checkpoint(tmp_path / "out/one")
     message = complaint(run="empty")
-    assert "no checkpoint at empty/ckpt.pt" in message and "found: out/one" in message
+    assert "no checkpoint at empty/ckpt.pt" in message and "there are: out/one" in message

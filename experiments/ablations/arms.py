@@ -29,7 +29,7 @@ class Settings(Shared):
     seeds: int = setting(3, "runs of each arm, with seeds seed, seed + 1, ...")
     jobs: int = setting(2, "runs at a time, which share the cores")
     max_iters: int = setting(0, "training steps of a run; 0: the preset's")
-    out_dir: str = setting("out/ablations", "where the runs go")
+    out_dir: str = setting("out/ablations", "where the runs go", path=True)
     train: bool = setting(True, "false: report the runs that are finished, and start none")
     keep: bool = setting(False, "keep the checkpoints of finished runs")
 
