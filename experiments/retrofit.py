@@ -163,15 +163,22 @@ def speed(model: GPT, settings: Settings) -> dict:
 
 
 def draw(figure, names: list[str], runs: list[dict]) -> None:
+    """Each pass minus the plain run on the same batch: batches differ far more than models do."""
     axes = figure.subplots()
-    for color, (name, one) in enumerate(zip(names, runs)):
+    plain = {step: losses[0] for step, losses in zip(runs[0]["steps"], runs[0]["losses"])}
+    axes.axhline(0, color="black", ls="--", lw=1, label=names[0])
+    color = 0
+    for name, one in zip(names[1:], runs[1:]):
         for k in range(len(one["losses"][0])):
-            losses = [losses[k] for losses in one["losses"]]
-            style = {"color": f"C{color}", "alpha": 1 - 0.3 * k, "lw": 1}
-            axes.plot(one["steps"], losses, label=f"{name}, pass {k + 1}", **style)
-    axes.set(xlabel="step", ylabel="training loss, nats per token")
+            pairs = [(step, losses[k]) for step, losses in zip(one["steps"], one["losses"])]
+            pairs = [(step, loss - plain[step]) for step, loss in pairs if step in plain]
+            steps, differences = zip(*pairs)
+            label = f"{name}, pass {k + 1}"
+            axes.plot(steps, differences, "o", ms=4, color=f"C{color}", label=label)
+            color += 1
+    axes.set(xlabel="step", ylabel=f"training loss minus {names[0]}'s (nats per token)")
     axes.set_title("Equal steps, same batches")
-    axes.legend(fontsize="small")
+    axes.legend()
 
 
 def main(argv: list[str]) -> None:
