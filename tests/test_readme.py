@@ -30,7 +30,8 @@ SMALL = {
 def words_of(lines: list[str]) -> list[list[str]]:
     """The words of each command, without those that hold a placeholder in capitals."""
     lines = [re.sub(r"\$\(.*\)", "--overwrite", line) for line in lines]
-    return [shlex.split(line, comments=True) for line in lines if not re.search(r"[A-Z]{4}", line)]
+    found = [shlex.split(line, comments=True) for line in lines]
+    return [words for words in found if not re.search(r"[A-Z]{4}|\.\.\.", " ".join(words))]
 
 
 def in_blocks(text: str) -> list[list[str]]:
