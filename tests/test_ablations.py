@@ -269,6 +269,14 @@ def test_paired_differences_by_hand():
     assert compare.paired({1: ours[1]}, {2: theirs[2]}, "Soft") is None
 
 
+def test_a_single_seed_needs_no_scipy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    assert compare.difference([1.0], [0.5])["mean"] == 0.5
+    with pytest.raises(ImportError):
+        compare.difference([1.0, 2.0], [0.5, 1.0])
+
+
 def test_a_runs_losses_by_name():
     many = run_of([float(k) for k in range(101)], standard=0.1, soft=0.2, fused=0.3)
     losses = compare.losses_of(many)

@@ -26,11 +26,11 @@ def losses_of(run: dict) -> dict[str, float]:
 
 def difference(ours: list[float], theirs: list[float]) -> dict:
     """The mean of paired differences, with Student's 95% interval and p; None for a single pair."""
-    from scipy.stats import ttest_1samp
-
     pairs = np.subtract(ours, theirs)  # (seeds,)
     numbers = {"mean": float(pairs.mean()), "interval": None, "p": None, "seeds": len(pairs)}
     if len(pairs) > 1 and np.ptp(pairs) > 0:
+        from scipy.stats import ttest_1samp  # here: with one seed, scipy is not needed
+
         test = ttest_1samp(pairs, 0.0)
         high = test.confidence_interval(1 - LEVEL).high
         numbers["interval"] = float(high - pairs.mean())
