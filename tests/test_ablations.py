@@ -277,6 +277,13 @@ def test_a_single_seed_needs_no_scipy(monkeypatch):
         compare.difference([1.0, 2.0], [0.5, 1.0])
 
 
+def test_computation_is_a_ratio_of_means():
+    ours = {1: {"compute_tokens": 10}, 2: {"compute_tokens": 30}}
+    plain = {1: {"compute_tokens": 4}, 3: {"compute_tokens": 12}}
+    assert compare.computation(ours, plain) == 20 / 8
+    assert compare.computation(ours, {}) is None
+
+
 def test_a_runs_losses_by_name():
     many = run_of([float(k) for k in range(101)], standard=0.1, soft=0.2, fused=0.3)
     losses = compare.losses_of(many)
