@@ -24,6 +24,7 @@ import train as trainer
 from harness.checkpoint import load_checkpoint, load_model, save_checkpoint
 from harness.configurator import UserError, parse
 from harness.data import load_meta, load_tokens
+from harness.runlog import Log
 from model import GPT, GPTConfig
 from train import Run, TrainConfig, learning_rate, make_optimizers, pass_count, train
 
@@ -323,6 +324,27 @@ def test_a_log_with_another_line_is_refused_and_the_way_out_works(start, copy_of
         start(resume=True)
     (run / "log.jsonl").write_text("")
     assert start(resume=True)["finished"]
+
+
+def test_a_resume_that_dies_while_it_writes_the_log_keeps_it(copy_of, tiny_run, monkeypatch):
+    run = copy_of(tiny_run)
+    before = (run / "log.jsonl").read_bytes()
+    write = os.fsync
+
+    def dies(descriptor):
+        write(descriptor)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", dies)
+    with pytest.raises(UserError, match="No space left"):
+        Log(run, step=1, total=10, every=1)
+    assert (run / "log.jsonl").read_bytes() == before
+    assert not (run / "log.jsonl.tmp").exists()
+    monkeypatch.undo()
+    (run / "log.jsonl.tmp").write_text("the remnant of a killed process")
+    Log(run, step=1, total=10, every=1)
+    kept = [entry for entry in map(json.loads, before.decode().splitlines()) if entry["step"] <= 1]
+    assert log(run) == kept and 0 < len(kept) < len(before.decode().splitlines())
 
 
 def test_evaluation_changes_nothing(start, tmp_path):

@@ -26,7 +26,7 @@ from experiments.report import commit
 from harness.configurator import UserError, run
 from harness.data import load_meta
 from harness.machine import stop_on_signals
-from harness.runlog import locked, writing_to
+from harness.runlog import locked, write_whole, writing_to
 from train import train
 
 # Settings of a training that change none of its numbers. `max_iters` does, by the cool-down.
@@ -102,10 +102,8 @@ def numbers_of(spec: Spec) -> dict | None:
 def keep_numbers(spec: Spec, numbers: dict) -> None:
     """Writes measured.json, whole or not at all."""
     folder = Path(spec.train.out_dir)
-    part = folder / "measured.tmp"
     with writing_to(folder):
-        part.write_text(json.dumps(numbers))
-        part.replace(folder / "measured.json")
+        write_whole(folder / "measured.json", json.dumps(numbers))
 
 
 def complete(spec: Spec) -> dict | None:
