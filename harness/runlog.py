@@ -62,9 +62,14 @@ def locked(folder: Path):
     try:
         yield
     finally:
+        # While it is still held: once released, the file may be another process's lock. Windows
+        # cannot delete an open file, and the folder may have gone meanwhile: then it stays as it
+        # is, and whatever ended the block is what the user hears of.
+        with contextlib.suppress(OSError):
+            if made and os.listdir(folder) == [LOCK]:
+                (folder / LOCK).unlink()
         lock.release()
-        if made and os.listdir(folder) == [LOCK]:
-            (folder / LOCK).unlink()
+        with contextlib.suppress(OSError):  # not empty: what was written is kept
             for path in made:
                 path.rmdir()
 

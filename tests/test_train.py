@@ -18,13 +18,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import QUICK, SHAPE, configs
-from filelock import FileLock
+from filelock import BaseFileLock, FileLock
 
 import train as trainer
 from harness.checkpoint import load_checkpoint, load_model, save_checkpoint
 from harness.configurator import UserError, parse
 from harness.data import load_meta, load_tokens
-from harness.runlog import Log
+from harness.runlog import Log, locked
 from model import GPT, GPTConfig
 from train import Run, TrainConfig, learning_rate, make_optimizers, pass_count, train
 
@@ -646,6 +646,33 @@ def test_the_lock_is_free_again_after_a_run_and_after_a_failed_one(start, tmp_pa
     start(max_iters=1)
     with FileLock(tmp_path / "run" / "lock", timeout=0):
         pass
+
+
+@pytest.mark.parametrize("left", ["a/b/other.txt", "a/other.txt", None])
+def test_what_ends_a_locked_block_is_heard_whatever_the_folder_has_become(tmp_path, left):
+    folder = tmp_path / "a" / "b"
+    with pytest.raises(ZeroDivisionError), locked(folder):
+        if left:
+            (tmp_path / left).write_text("of another program")
+        else:
+            shutil.rmtree(tmp_path / "a")
+        raise ZeroDivisionError
+    assert left is None or (tmp_path / left).exists()
+    assert (folder / "lock").exists() == (left == "a/b/other.txt")
+
+
+def test_the_locks_file_goes_while_the_lock_is_held(tmp_path, monkeypatch):
+    there = []
+    release = BaseFileLock.release
+
+    def released(lock, force=False):
+        there.append((tmp_path / "run" / "lock").exists())
+        release(lock, force)
+
+    monkeypatch.setattr(BaseFileLock, "release", released)
+    with locked(tmp_path / "run"):
+        pass
+    assert there[0] is False and not (tmp_path / "run").exists()
 
 
 # Settings, data and machine that do not go together
