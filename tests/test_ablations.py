@@ -190,7 +190,7 @@ def test_finished_runs_are_found_again(manual):
 
 def test_a_run_is_identified_by_what_decides_its_numbers(corpus, tmp_path):
     one = spec(corpus, tmp_path)
-    same = ({"eval_interval": 7}, {"log_interval": 3}, {"device": "auto"})
+    same = ({"eval_interval": 7}, {"log_interval": 3}, {"device": "auto"}, {"recompute": True})
     for settings in same:
         assert runs.identity(spec(corpus, tmp_path, **settings)) == runs.identity(one)
     assert runs.identity(replace(one, keep=True)) == runs.identity(one)

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from experiments.ablations.patient import train_patiently
 from experiments.ablations.spec import KEPT_COUNTERS, Spec, add_positions, measure_run
 from experiments.report import commit
+from harness.checkpoint import FREE_ON_RESUME
 from harness.configurator import UserError, run
 from harness.data import load_meta
 from harness.machine import stop_on_signals
@@ -30,19 +31,7 @@ from harness.runlog import locked, write_whole, writing_to
 from train import train
 
 # Settings of a training that change none of its numbers. `max_iters` does, by the cool-down.
-NO_MATTER = {
-    "resume",
-    "overwrite",
-    "out_dir",
-    "data_dir",
-    "init_from",
-    "eval_interval",
-    "eval_iters",
-    "eval_passes",
-    "log_interval",
-    "device",
-    "compile",
-}
+NO_MATTER = FREE_ON_RESUME - {"max_iters"}
 ROOT = Path(__file__).resolve().parents[2]  # from where a run beside others is started
 
 
