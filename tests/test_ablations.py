@@ -597,6 +597,28 @@ def test_an_older_runs_numbers_are_completed_from_its_checkpoint(corpus, tmp_pat
     assert runs.do_runs([one], 1) == [older]
 
 
+def test_a_run_of_an_old_default_is_not_taken_for_one_of_the_new(corpus, tmp_path):
+    one = spec(corpus, tmp_path / "run")
+    numbers = runs.do_run(one)
+    kept = json.loads((tmp_path / "run/measured.json").read_text())
+    assert kept["settings"]["pass_mix"] == list(one.train.pass_mix)
+    assert kept["settings"]["rope_base"] == one.model.rope_base
+    assert "out_dir" not in kept["settings"]
+    free = replace(one, train=replace(one.train, log_interval=3, recompute=True))
+    assert runs.numbers_of(free) == numbers
+    for name, value in (("weight_decay", 0.5), ("rope_base", 5.0), ("pass_mix", [0.5, 0.5])):
+        kept["settings"][name] = value
+        (tmp_path / "run/measured.json").write_text(json.dumps(kept))
+        with pytest.raises(UserError) as caught:
+            runs.do_runs([one], 1)
+        message = str(caught.value)
+        assert f"run was trained with {name}={value}," in message and "delete" in message
+        del kept["settings"][name]  # a setting that did not exist yet
+    kept["settings"]["abandoned"] = 1
+    (tmp_path / "run/measured.json").write_text(json.dumps(kept))
+    assert runs.do_runs([one], 1) == [kept]
+
+
 # Many runs
 
 

@@ -24,7 +24,7 @@ from experiments.ablations.patient import train_patiently
 from experiments.ablations.spec import KEPT_COUNTERS, Spec, add_positions, measure_run
 from experiments.report import commit
 from harness.checkpoint import FREE_ON_RESUME
-from harness.configurator import UserError, run
+from harness.configurator import UserError, key, run
 from harness.data import load_meta
 from harness.machine import stop_on_signals
 from harness.runlog import locked, write_whole, writing_to
@@ -82,10 +82,32 @@ def with_folder(spec: Spec, base: Spec, folder: Path) -> Spec:
     return replace(spec, train=replace(spec.train, out_dir=str(folder / f"{name}-{digest[:8]}")))
 
 
+def settings_of(spec: Spec) -> dict:
+    """All settings that decide a run's numbers, defaults too, as JSON gives them back."""
+    settings = dataclasses.asdict(spec.train) | dataclasses.asdict(spec.model)
+    decide = {name: value for name, value in settings.items() if name not in NO_MATTER}
+    return json.loads(json.dumps(decide))
+
+
 def numbers_of(spec: Spec) -> dict | None:
-    """What was measured of a run; None before it is finished."""
-    file = Path(spec.train.out_dir, "measured.json")
-    return json.loads(file.read_text()) if file.exists() else None
+    """What was measured of a run; None before it is finished.
+
+    UserError where it was trained with another setting. Its folder's name does not tell, because
+    defaults are left out of that, and a default may have changed since.
+    """
+    folder = Path(spec.train.out_dir)
+    file = folder / "measured.json"
+    if not file.exists():
+        return None
+    numbers = json.loads(file.read_text(encoding="utf-8"))
+    theirs = numbers.get("settings", {})  # not kept by earlier versions
+    for name, ours in settings_of(spec).items():
+        if name in theirs and theirs[name] != ours:
+            raise UserError(
+                f"{folder} was trained with {key(name)}={theirs[name]}, and the default is {ours} "
+                "now; delete that folder to train it anew, or give another --out_dir"
+            )
+    return numbers
 
 
 def keep_numbers(spec: Spec, numbers: dict) -> None:
@@ -131,6 +153,7 @@ def do_run(spec: Spec) -> dict | None:
         if not counters["finished"]:
             return None
         numbers = measure_patient(counters) if spec.patience else measure_run(spec, counters)
+        numbers["settings"] = settings_of(spec)
         keep_numbers(spec, numbers)
         if not spec.keep:
             checkpoint.unlink()
