@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.configurator import UserError, key
+from harness.data import SAME_DATA
 from model import GPT, GPTConfig
 
 FORMAT = "nanofbt-1"
@@ -258,7 +259,7 @@ def check_same_run(saved: dict, identity: dict, folder: Path) -> None:
                          identity["train_config"].keys() - FREE_ON_RESUME)  # fmt: skip
     if unlike:
         raise other_code(f"{folder}/ckpt.pt", f"train_config {unlike}")
-    for name in ("sha256", "tokenizer", "train_tokens"):
+    for name in SAME_DATA:
         if saved["dataset"].get(name) != identity["dataset"].get(name):
             raise UserError(
                 f"--resume: the text of the dataset has changed since {folder} began; "

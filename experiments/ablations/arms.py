@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from experiments.ablations.runs import complete, do_runs, numbers_of, with_folder
+from experiments.ablations.runs import complete, do_runs, with_folder
 from experiments.ablations.shapes import equal_depth, equal_hidden
 from experiments.ablations.spec import Spec
 from experiments.ablations.sweeps import PRESETS
@@ -117,13 +117,3 @@ def need_finished(found: dict, settings: Settings, what: str) -> None:
             f"{what}: no finished run in {settings.out_dir}/{settings.preset}; "
             "leave out --train=false to train them"
         )
-
-
-def to_go(specs: dict) -> list[Spec]:
-    """The runs of {arm: {seed: spec}} that are not finished, each once."""
-    folders = {}
-    for by_seed in specs.values():
-        for spec in by_seed.values():
-            if numbers_of(spec) is None:
-                folders[spec.train.out_dir] = spec
-    return list(folders.values())
