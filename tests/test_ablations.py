@@ -432,6 +432,16 @@ def test_mistakes_are_named(words, message, data, tmp_path):
         ablations.main([*words, f"--out_dir={tmp_path}"])
 
 
+def test_the_package_speaks_under_its_own_name():
+    def said(*words):
+        command = [sys.executable, "-m", "experiments.ablations", *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    mistake = said("fusoin")
+    assert mistake.stderr.startswith("experiments.ablations: unknown sweep 'fusoin'")
+    assert said("--help").stdout.startswith("usage: python -m experiments.ablations [-h]")
+
+
 # Pictures
 
 
