@@ -314,9 +314,9 @@ def test_start_penalty_by_hand():
 
 def test_cells_of_differences():
     numbers = {"mean": -0.05, "interval": 0.0123, "holm": True}
-    assert ablations.cell(numbers) == "-0.050 ± 0.012*"
-    assert ablations.cell(numbers | {"interval": None, "holm": False}) == "-0.050"
-    assert ablations.cell(None) == ""
+    assert compare.cell(numbers) == "-0.050 ± 0.012*"
+    assert compare.cell(numbers | {"interval": None, "holm": False}) == "-0.050"
+    assert compare.cell(None) == ""
 
 
 # A whole sweep

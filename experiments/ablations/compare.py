@@ -74,6 +74,16 @@ def mark_survivors(differences: list[dict | None]) -> int:
     return len(tested)
 
 
+def cell(numbers: dict | None) -> str:
+    """The table's cell of a paired difference."""
+    if numbers is None:
+        return ""
+    text = f"{numbers['mean']:+.3f}"
+    if numbers["interval"] is not None:
+        text += f" ± {numbers['interval']:.3f}"
+    return text + ("*" if numbers["holm"] else "")
+
+
 def start_penalty(ours: Runs, baseline: Runs) -> dict[str, float]:
     """Soft minus the baseline's Standard after a plain prompt: at its start, and at the rest.
 

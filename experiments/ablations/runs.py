@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from experiments.ablations.patient import train_patiently
 from experiments.ablations.spec import KEPT_COUNTERS, Spec, add_positions, measure_run
-from experiments.report import commit
+from experiments.report import ROOT, commit
 from harness.checkpoint import FREE_ON_RESUME
 from harness.configurator import UserError, key, run
 from harness.data import load_meta
@@ -32,7 +32,6 @@ from train import train
 
 # Settings of a training that change none of its numbers. `max_iters` does, by the cool-down.
 NO_MATTER = FREE_ON_RESUME - {"max_iters"}
-ROOT = Path(__file__).resolve().parents[2]  # from where a run beside others is started
 
 
 def identity(spec: Spec) -> dict:
@@ -136,7 +135,7 @@ def do_run(spec: Spec) -> dict | None:
 
     -> its numbers, or None where a signal stopped it.
 
-    UserError where another process is at it.
+    UserError where another process is training it.
     """
     folder = Path(spec.train.out_dir)
     checkpoint = folder / "ckpt.pt"
