@@ -11,12 +11,17 @@ its libraries come with requirements-peers.txt.
 Close other programs: on a busy CPU several threads wait for each other (--threads=1).
 """
 
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import get_args
 
 import torch

@@ -3,6 +3,9 @@
 import importlib.util
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -431,3 +434,10 @@ def test_a_peer_has_equal_parameters_and_does_its_work(name):
 def test_bench_names_the_mistake(argv, told):
     with pytest.raises(UserError, match=told.replace(".", r"\.")):
         bench.main(argv)
+
+
+def test_it_runs_by_its_file_from_any_folder(tmp_path):
+    script = Path(__file__).parents[1] / "experiments/bench.py"
+    command = [sys.executable, str(script), "--rounds=0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("bench.py: --rounds=0 must be at least")
