@@ -278,7 +278,9 @@ def rows_of(
         places = grouped[label]
         pairs = partners(places, base, seeds) if base else places
         computation = sum(results[place]["compute_tokens"] for place in places)
-        base_computation = sum(results[place]["compute_tokens"] for place in pairs)
+        base_computation = 0  # nothing to be a multiple of, as of a pretrained model
+        if base:
+            base_computation = sum(results[place]["compute_tokens"] for place in pairs)
         for mode in nlls[places[0]]:
             row = {
                 "decoded": label if label in plain else f"{label}, {mode.capitalize()}",
@@ -286,7 +288,7 @@ def rows_of(
                 "runs": [results[place]["checkpoint"] for place in places],
                 "nll": float(np.mean([nlls[place][mode].mean() for place in places])),
                 "parameters": results[places[0]]["parameters"],
-                "computation": computation / max(base_computation, 1) if base else None,
+                "computation": computation / base_computation if base_computation else None,
             }
             is_base = label == plain[0] if plain else mode == "standard"
             if not is_base:
@@ -371,7 +373,7 @@ def draw(figure, rows: list[dict], baseline: str) -> None:
         xlabel=f"loss minus {baseline} (nats per token), all positions",
         yticks=range(len(compared)),
         yticklabels=[row["decoded"] for row in compared],
-        ylim=(len(compared) - 0.5, -0.5),
+        ylim=(max(len(compared), 1) - 0.5, -0.5),
     )
     by_position.legend()
 

@@ -156,6 +156,18 @@ def test_several_trainings_are_paired_by_seed_and_have_students_interval():
     assert [point["minus"] for point in soft["bins"]] == pytest.approx([mean] * 4)
 
 
+def test_a_plain_run_without_computation_gives_no_multiple():
+    results = []
+    for tokens in (0, 3_000_000):
+        results.append({"checkpoint": "x", "seed": 1, "parameters": 7, "compute_tokens": tokens})
+    nlls = [nlls_of({"standard": 2.0}), nlls_of({"standard": 1.0, "soft": 1.0})]
+    rows = decoding_modes.rows_of(
+        {"plain": [0], "full": [1]}, results, nlls, decoding_modes.Settings()
+    )
+    assert [row["computation"] for row in rows] == [None] * 3
+    assert "x |" not in decoding_modes.likelihood_table(rows, "plain")
+
+
 def test_several_trainings_need_a_plain_run_for_each_seed():
     assert decoding_modes.partners([5], [2], [0, 0, 1, 0, 0, 9]) == [2]  # one against one
     assert decoding_modes.partners([0, 1], [2, 3], [7, 8, 8, 7]) == [3, 2]

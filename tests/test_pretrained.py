@@ -19,7 +19,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers: no test asks the netw
 
 import prepare
 import sample
-from experiments import pretrained, report, retrofit
+from experiments import decoding_modes, pretrained, report, retrofit
 from harness.checkpoint import initial_weights, load_checkpoint, load_model
 from harness.configurator import UserError, parse
 from harness.tokenizer import HFTokenizer, make_tokenizer
@@ -463,6 +463,10 @@ def test_the_next_scripts_take_it(imported, capsys):
     tokens = np.fromfile(f"data/{name}/train.bin", np.uint16)
     assert make_tokenizer(meta["tokenizer"]).decode(tokens).startswith(TEXT)
     assert len(report.load(str(imported), report.Settings())[2]) == meta["val_tokens"]
+    few = ["--n_windows=2", "--n_samples=1", "--max_new_tokens=4"]
+    assert decoding_modes.main([str(imported), *few]) == 0
+    modes = json.loads(Path("results/decoding_modes.json").read_text())["checkpoints"][name]
+    assert modes["compute_tokens"] == 0 and list(modes["modes"]) == ["standard"]
     shape = asdict(load_model(imported)[0].config) | {"block_size": 16, "fusion": "residual"}
     settings = {"dataset": name, "init_from": str(imported), "out_dir": "out/fed", "max_iters": 2,
                 "eval_iters": 2, "batch_size": 2, "device": "cpu", "eval_interval": 0,
