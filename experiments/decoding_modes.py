@@ -387,6 +387,7 @@ def main(argv: list[str]) -> int:
         )
     began, runs = start(paths, settings)
     names = labels(paths)
+    grouped = groups(names, [checkpoint for _, checkpoint, _ in runs])
     results: list[dict] = []
     nlls: list[dict] = []
     samples: list[list] = []
@@ -400,7 +401,6 @@ def main(argv: list[str]) -> int:
         nlls.append(by_mode)
         samples += sample_rows(name, result)
     same_windows(paths, runs, results)
-    grouped = groups(names, [checkpoint for _, checkpoint, _ in runs])
     rows = rows_of(grouped, results, nlls, settings)
     baseline = rows[0]["decoded"] if rows[0]["plain"] else "Standard"
     header = ["samples of", "median length (95%)", "never stopped", "repeated 4-grams"]

@@ -8,6 +8,7 @@ import datetime
 import hashlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -120,25 +121,41 @@ def labels(paths: list[str]) -> list[str]:
 def groups(names: list[str], checkpoints: list[dict]) -> dict[str, list[int]]:
     """Which runs differ in their seed alone: a label for each group, and its runs' places.
 
-    A group of several is labelled by what its runs' names begin with, e.g. `demo` for `demo_1` and
-    `demo_2`; a single run keeps its name.
+    Whether a run began from another's weights counts, and from whose does not: that may differ by
+    the seed. UserError where a group has a seed twice.
     """
     ignored = FREE_ON_RESUME - {"max_iters"} | {"seed"}
-    members: dict[str, list[int]] = {}
+    members: dict[str, dict[int, int]] = {}  # settings -> seed -> place
     for place, checkpoint in enumerate(checkpoints):
         settings = checkpoint["model_config"] | checkpoint["train_config"]
         kept = {name: value for name, value in settings.items() if name not in ignored}
-        members.setdefault(json.dumps(kept, sort_keys=True), []).append(place)
+        kept["begun from another"] = bool(settings["init_from"])
+        places = members.setdefault(json.dumps(kept, sort_keys=True), {})
+        seed = settings["seed"]
+        if seed in places:
+            raise UserError(
+                f"{names[places[seed]]} and {names[place]} have the same settings and the same "
+                f"seed={seed}; name each training once, or train with another --seed"
+            )
+        places[seed] = place
     grouped = {}
-    for places in members.values():
-        label = names[places[0]]
-        if len(places) > 1:
-            common = os.path.commonprefix([names[place] for place in places])
-            label = common.rstrip("_-./") or label
+    for by_seed in members.values():
+        places = list(by_seed.values())
+        label = group_name([names[place] for place in places])
         while label in grouped:  # two groups whose runs' names begin alike
             label += "'"
         grouped[label] = places
     return grouped
+
+
+def group_name(names: list[str]) -> str:
+    """tasks_1, tasks_2 -> tasks: what the runs' names begin with, without a number.
+
+    A single run keeps its name.
+    """
+    if len(names) == 1:
+        return names[0]
+    return re.sub(r"[-_./]*(seed)?[-_]?\d*$", "", os.path.commonprefix(names)) or names[0]
 
 
 # Numbers

@@ -463,10 +463,6 @@ def test_the_next_scripts_take_it(imported, capsys):
     tokens = np.fromfile(f"data/{name}/train.bin", np.uint16)
     assert make_tokenizer(meta["tokenizer"]).decode(tokens).startswith(TEXT)
     assert len(report.load(str(imported), report.Settings())[2]) == meta["val_tokens"]
-    few = ["--n_windows=2", "--n_samples=1", "--max_new_tokens=4"]
-    assert decoding_modes.main([str(imported), *few]) == 0
-    modes = json.loads(Path("results/decoding_modes.json").read_text())["checkpoints"][name]
-    assert modes["compute_tokens"] == 0 and list(modes["modes"]) == ["standard"]
     shape = asdict(load_model(imported)[0].config) | {"block_size": 16, "fusion": "residual"}
     settings = {"dataset": name, "init_from": str(imported), "out_dir": "out/fed", "max_iters": 2,
                 "eval_iters": 2, "batch_size": 2, "device": "cpu", "eval_interval": 0,
@@ -497,6 +493,17 @@ def test_the_next_scripts_take_it(imported, capsys):
     assert set(made["speed"]["tokens_per_cpu_second"]) == {"standard", "soft", "transformers"}
     with pytest.raises(UserError, match="has a fusion; name a plain run first"):
         retrofit.main(["out/fed", "out/plain"])
+
+
+def test_an_experiment_reads_it_as_a_plain_run_without_computation(imported):
+    Path("text.txt").write_text(TEXT * 40)
+    prepare.main(["--input=text.txt", f"--name={imported.name}", f"--tokenizer={imported}"])
+    few = ["--n_windows=2", "--n_samples=1", "--max_new_tokens=4"]
+    assert decoding_modes.main([str(imported), *few]) == 0
+    made = json.loads(Path("results/decoding_modes.json").read_text())
+    found = made["checkpoints"][imported.name]
+    assert found["compute_tokens"] == 0 and list(found["modes"]) == ["standard"]
+    assert made["rows"][0]["computation"] is None
 
 
 def test_a_tokenizer_that_is_neither_a_name_nor_a_checkpoint(imported):
