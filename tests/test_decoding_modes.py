@@ -175,12 +175,30 @@ def test_several_trainings_need_a_plain_run_for_each_seed():
         decoding_modes.partners([0, 1], [2], [1, 2, 1])
 
 
-def test_runs_of_other_windows_are_refused(corpus, learned, make_run, tmp_path):
+def test_runs_of_other_windows_are_refused(corpus, learned, make_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(decoding_modes, "measure", None)  # all of it comes before any work
     shorter = make_run(block_size=8, fusion="none", pass_mix=(1.0,), max_iters=1)
     words = (shorter, learned, "--n_windows=2", *FEW)
     place = (f"--data_dir={corpus}", f"--results_dir={tmp_path}/none")
     assert "cannot be compared" in refused(decoding_modes, *words, *place)
+    plain = make_run(seed=2, fusion="none", pass_mix=(1.0,), max_iters=1)
+    other = make_run(seed=3, max_iters=120, learning_rate=5e-3, eval_interval=0)
+    words = (plain, learned, other, *FEW)
+    assert "name one plain run for each seed" in refused(decoding_modes, *words, *place)
     assert not (tmp_path / "none").exists()
+
+
+def test_other_tokens_are_refused(learned):
+    model, checkpoint = load_model(learned)
+    tokens = np.arange(40)
+    decoding_modes.same_windows(["a", "b"], [(model, checkpoint, tokens)] * 2)
+    for other in (tokens[:-1], tokens + 1):
+        runs = [(model, checkpoint, tokens), (model, checkpoint, other)]
+        with pytest.raises(decoding_modes.UserError, match="^b and a have different texts"):
+            decoding_modes.same_windows(["a", "b"], runs)
+    runs = [(model, checkpoint, tokens), (model, checkpoint | {"tokenizer": {}}, tokens)]
+    with pytest.raises(decoding_modes.UserError, match="^b and a have different texts"):
+        decoding_modes.same_windows(["a", "b"], runs)
 
 
 def test_long_windows_are_binned(corpus, make_run, tmp_path):
