@@ -20,10 +20,14 @@ the experiments read for it, from data/NAME, the text prepared under its folder'
 import importlib
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor

@@ -224,14 +224,25 @@ def test_scripts_run_by_their_file_without_a_notebooks_backend(tmp_path, corpus,
 
 @pytest.mark.parametrize(
     "name",
-    ["decoding_modes", "gaps", "loss_curves", "prefill_passes", "state_tracking", "written_looks"],
+    [
+        "decoding_modes",
+        "gaps",
+        "loss_curves",
+        "play",
+        "prefill_passes",
+        "pretrained",
+        "retrofit",
+        "state_tracking",
+        "written_looks",
+    ],
 )
 def test_every_script_of_these_has_the_preamble(name):
     lines = (ROOT / f"experiments/{name}.py").read_text().splitlines()
     place = lines.index('if __package__ in (None, ""):')
     path = "    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))"
     assert lines[place + 1] == path
-    ours = ("from corpora", "from experiments", "from harness", "from model", "import prepare")
+    names = "from corpora", "from experiments", "from harness", "from model", "from train"
+    ours = (*names, "import prepare", "import train")
     before = [line for line in lines[:place] if line.startswith(ours)]
     assert before == []
 
