@@ -61,6 +61,8 @@ LAST = {"standard": 0, "last 1": 1, "last 2": 2, "last 4": 4, "recurrent": None}
 FUSED = {1: "fused", 3: "fused 3"}  # by feedback passes
 ANSWERS = ("standard", "last 4", "recurrent", "fused", "fused 3")  # those in the table
 BY_DEPTH = {"completion": 8, "memory": 8, "registers": 8}  # distractors or registers, in the figure
+# The code on which a probe set's numbers depend: an edit there makes the kept ones invalid.
+SOURCES = [report.ROOT / name for name in ("model.py", "corpora/tasks.py", "experiments/probe.py")]
 UNITS = {
     "completion": "distractors",
     "memory": "distractors",
@@ -387,8 +389,8 @@ def probe_training(path: str, model: GPT, checkpoint: dict, sets: dict, settings
     found = {}
     for (task, n), examples in tqdm(sets.items(), path, leave=False, disable=None):
         compute = partial(probe_set_numbers, model, tokenizer, examples, feedback)
-        key = [task, n, settings.seed, settings.limit]
-        found[task, n] = report.cached(settings.cache_dir, model, key, compute)
+        key = [task, n, settings.seed, settings.limit, feedback]
+        found[task, n] = report.cached(settings.cache_dir, model, key, SOURCES, compute)
     return found
 
 

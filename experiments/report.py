@@ -186,15 +186,20 @@ def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join(lines)
 
 
-def cached(folder: str, model: GPT, key: list, compute: Callable[[], dict]) -> dict:
-    """compute()'s numbers, kept in `folder` by a hash of the weights, the key and the commit.
+def cached(
+    folder: str, model: GPT, key: list, sources: list[Path], compute: Callable[[], dict]
+) -> dict:
+    """compute()'s numbers, kept in `folder` by a hash of the model, the key and the sources.
 
-    So an experiment that was interrupted continues with what it has. UserError where the folder
+    sources: the files of code that the numbers depend on. So an experiment that was interrupted
+    continues with what it has, and an edit to one of them begins anew. UserError where the folder
     cannot be written.
     """
-    weights = [weight.cpu().numpy().tobytes() for weight in model.state_dict().values()]
-    what = json.dumps([commit(), *key]).encode()
-    digest = hashlib.sha256(b"".join(weights) + what).hexdigest()[:16]
+    digests = [hashlib.sha256(source.read_bytes()).hexdigest() for source in sources]
+    known = hashlib.sha256(json.dumps([asdict(model.config), digests, key]).encode())
+    for weight in model.state_dict().values():
+        known.update(weight.cpu().numpy().tobytes())
+    digest = known.hexdigest()[:16]
     file = Path(folder).expanduser() / f"{digest}.json"
     if not file.exists():
         numbers = compute()

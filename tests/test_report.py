@@ -116,6 +116,36 @@ def test_students_interval_by_hand():
     assert report.student([1.5]) is None
 
 
+def test_numbers_are_kept_until_model_key_or_code_change(tmp_path, tiny_run, plain_run):
+    code = tmp_path / "code.py"
+    other = tmp_path / "other.py"
+    computed = []
+
+    def numbers(model, key, sources=(code, other)) -> int:
+        def compute() -> dict:
+            computed.append(key)
+            return {"number": len(computed)}
+
+        return report.cached(f"{tmp_path}/kept", model, [key], list(sources), compute)["number"]
+
+    code.write_text("a = 1\n")
+    other.write_text("b = 1\n")
+    model, _ = load_model(tiny_run)
+    plain, _ = load_model(plain_run)
+    assert [numbers(model, "x"), numbers(model, "x")] == [1, 1]
+    assert [numbers(model, "y"), numbers(plain, "x"), numbers(model, "x")] == [2, 3, 1]
+    other.write_text("b = 2\n")
+    assert [numbers(model, "x"), numbers(model, "x")] == [4, 4]
+    other.write_text("b = 1\n")
+    assert numbers(model, "x") == 1
+    with torch.no_grad():
+        model.embedding.weight[0, 0] += 1
+    assert numbers(model, "x") == 5
+    assert all(source.is_file() for source in probe.SOURCES)
+    names = {source.name for source in probe.SOURCES}
+    assert names == {"model.py", "tasks.py", "probe.py"}
+
+
 def test_json_says_how_it_came_about(corpus, tiny_run, tmp_path, monkeypatch):
     words = [tiny_run, "--seed=5", "--device=cpu"]
     monkeypatch.setattr(sys, "argv", ["prefill_passes.py", *words])
