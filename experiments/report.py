@@ -234,6 +234,25 @@ def write(file: Path, text: str) -> None:
     part.replace(file)
 
 
+def origin(experiment: str, settings: Any, began: float) -> dict:
+    """How an experiment's numbers came about, for its JSON file.
+
+    experiment: its module's name. settings: its dataclass; the device is left out where that has
+    none. began: time.perf_counter() at the start.
+    """
+    how = {
+        "command": f"python -m experiments.{experiment} {shlex.join(sys.argv[1:])}",
+        "settings": asdict(settings),
+        "commit": commit(),
+    }
+    if hasattr(settings, "device"):
+        how["device"] = str(pick_device(settings.device))
+    how["torch"] = torch.__version__
+    how["date"] = datetime.date.today().isoformat()
+    how["seconds"] = round(time.perf_counter() - began, 1)
+    return how
+
+
 def save(
     name: str,
     settings: Settings,
@@ -247,16 +266,7 @@ def save(
     comes last, so that whatever goes wrong with it, the numbers are on disk.
     """
     folder = Path(settings.results_dir).expanduser()
-    module = name.split("/")[0]
-    how = {
-        "command": f"python -m experiments.{module} {shlex.join(sys.argv[1:])}",
-        "settings": asdict(settings),
-        "commit": commit(),
-        "device": str(pick_device(settings.device)),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "seconds": round(time.perf_counter() - began, 1),
-    }
+    how = origin(name.split("/")[0], settings, began)
     try:
         write(folder / f"{name}.json", json.dumps(how | numbers, indent=1) + "\n")
     except OSError as error:
