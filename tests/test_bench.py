@@ -1,5 +1,6 @@
 """The bench in miniature: its clock, its counts, its numbers, against arithmetic written here."""
 
+import datetime
 import importlib.util
 import json
 import math
@@ -69,6 +70,8 @@ def bench_lines(capsys, tmp_path, *argv: str) -> dict[str, float]:
     printed = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:])
     told = json.loads((tmp_path / "bench.json").read_text())
     assert list(told["measured"]) == list(printed)
+    assert told["command"].startswith("python -m experiments.bench ") and told["commit"]
+    assert told["date"] == datetime.date.today().isoformat() and told["settings"]["threads"] == 1
     assert told["where"].startswith("cpu, 1 threads")
     found = {}
     for name, entry in told["measured"].items():
