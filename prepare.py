@@ -23,11 +23,9 @@ import numpy as np
 
 from corpora import CORPORA, corpus_text
 from harness.configurator import UserError, parse, require, run, setting, suggestion
-from harness.data import load_meta, save_dataset, token_dtype
+from harness.data import SAME_DATA, load_meta, save_dataset, token_dtype
 from harness.text import STDIN, read_text, unix_newlines
 from harness.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, make_tokenizer
-
-SAME_DATA = ("sha256", "tokenizer", "train_tokens")  # what a run compares before it resumes
 
 
 @dataclass(frozen=True)

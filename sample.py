@@ -219,7 +219,7 @@ def show(
 def main(argv: list[str]) -> None:
     config, words = parse(argv, SampleConfig, doc=__doc__, positional="checkpoint")
     if len(words) != 1:
-        hint = f"there are: {known_runs()}"
+        hint = known_runs()
         if words:
             hint = f"got {', '.join(words)} (quote a prompt of several words)"
         raise UserError(f"name one checkpoint, as in: python sample.py out/demo; {hint}")

@@ -204,7 +204,7 @@ def evaluate(
     tokens: np.ndarray,
     n_windows: int,
     n_passes: int,
-    batch_size: int = 12,
+    batch_size: int,
     stopped: Callable[[], bool] = never,
 ) -> list[float]:
     """Mean loss of passes 1..n_passes, in nats per token, over evenly spaced windows of a split.

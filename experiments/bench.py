@@ -11,12 +11,18 @@ its libraries come with requirements-peers.txt.
 Close other programs: on a busy CPU several threads wait for each other (--threads=1).
 """
 
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import copy
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import get_args
 
 import torch
@@ -24,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experiments.peers import compare
+from experiments.report import origin
 from experiments.timing import PeakMemory, decode, ratio, train_step, turns, typical
 from harness.checkpoint import load_model
 from harness.configurator import UserError, parse, require, run, setting
@@ -278,11 +285,12 @@ def main(argv: list[str]) -> int:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     torch.manual_seed(1)
+    began = time.perf_counter()
     device = pick_device(settings.device)
     where = f"{device}, {torch.get_num_threads()} threads, PyTorch {torch.__version__}"
     if device.type == "cuda":
         where = f"{torch.cuda.get_device_name(device)}, {where}"
-    how = {"settings": asdict(settings), "where": where}
+    how = {"where": where}
     if settings.peers:
         print(where, flush=True)
         measured = compare(settings.rounds, settings.compile, device)
@@ -296,6 +304,7 @@ def main(argv: list[str]) -> int:
                 measured[name] = {"value": value, "what": what}
                 print(f"{name:20s}{value:10.4g}  {what}", flush=True)
     if settings.json:
+        how = origin("bench", settings, began) | how
         file.write_text(json.dumps(how | {"measured": measured}, indent=1) + "\n")
     return 0
 

@@ -42,7 +42,7 @@ from experiments.ablations.compare import Runs
 from experiments.ablations.runs import with_folder
 from experiments.ablations.spec import Spec
 from experiments.ablations.sweeps import EQUAL, KINDS, always
-from experiments.report import save, start, table
+from experiments.report import LOSS, save, start, table
 from harness.configurator import UserError, parse, require, run, setting
 from harness.data import load_meta, load_tokens, save_dataset
 from model import FusionKind
@@ -236,7 +236,7 @@ def bootstrap(plain: dict[int, Runs], n_tokens: int, ours: Runs, name: str, seed
 
 
 def results_of(found: dict, settings: Settings) -> list[dict]:
-    """An arm's mean losses, cost, and factors, one dict an arm."""
+    """An arm's mean losses, cost, and factors, one dict per arm."""
     plain = {size: runs for (name, size), runs in found.items() if name == PLAIN}
     arms = []
     for (name, size), runs in found.items():
@@ -326,7 +326,7 @@ def draw(figure, arms: list[dict]) -> None:
     axes.set_xticks(ticks, [f"{tick / 1000:.3g}k" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("training text (tokens)")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(LOSS)
     axes.legend(fontsize=9)
 
 

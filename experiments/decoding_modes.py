@@ -263,6 +263,14 @@ def partners(places: list[int], base: list[int], seeds: list[int]) -> list[int]:
     return [by_seed[seed] for seed in ours]
 
 
+def plain_groups(grouped: dict[str, list[int]], by_mode: list) -> list[str]:
+    """The labels of the groups whose runs are decoded in one mode; the first is the baseline.
+
+    by_mode: a collection for each run, with an entry for each mode.
+    """
+    return [label for label, places in grouped.items() if len(by_mode[places[0]]) == 1]
+
+
 def rows_of(
     grouped: dict[str, list[int]], results: list[dict], nlls: list[dict], settings: Settings
 ) -> list[dict]:
@@ -271,14 +279,16 @@ def rows_of(
     Where no group is plain, against Standard of the same weights.
     """
     seeds = [result["seed"] for result in results]
-    plain = [label for label, places in grouped.items() if len(nlls[places[0]]) == 1]
+    plain = plain_groups(grouped, nlls)
     base = grouped[plain[0]] if plain else None
     rows = []
     for label in sorted(grouped, key=lambda label: label not in plain):
         places = grouped[label]
         pairs = partners(places, base, seeds) if base else places
         computation = sum(results[place]["compute_tokens"] for place in places)
-        base_computation = sum(results[place]["compute_tokens"] for place in pairs)
+        base_computation = 0  # nothing to be a multiple of, as of a pretrained model
+        if base:
+            base_computation = sum(results[place]["compute_tokens"] for place in pairs)
         for mode in nlls[places[0]]:
             row = {
                 "decoded": label if label in plain else f"{label}, {mode.capitalize()}",
@@ -286,7 +296,7 @@ def rows_of(
                 "runs": [results[place]["checkpoint"] for place in places],
                 "nll": float(np.mean([nlls[place][mode].mean() for place in places])),
                 "parameters": results[places[0]]["parameters"],
-                "computation": computation / max(base_computation, 1) if base else None,
+                "computation": computation / base_computation if base_computation else None,
             }
             is_base = label == plain[0] if plain else mode == "standard"
             if not is_base:
@@ -297,13 +307,29 @@ def rows_of(
     return rows
 
 
-def same_windows(paths: list[str], runs: list, results: list[dict]) -> None:
+def check(
+    paths: list[str], runs: list, grouped: dict[str, list[int]], modes: list, settings: Settings
+) -> None:
+    """UserError, before any work, where runs cannot be measured or compared."""
+    same_windows(paths, runs)
+    for model, _, tokens in runs:
+        prompt_length(model, tokens, settings)
+    seeds = [checkpoint["train_config"]["seed"] for _, checkpoint, _ in runs]
+    plain = plain_groups(grouped, modes)
+    for places in grouped.values():
+        if plain:
+            partners(places, grouped[plain[0]], seeds)
+
+
+def same_windows(paths: list[str], runs: list) -> None:
     """UserError where runs are of different text or windows, so that they cannot be paired."""
-    first = None
-    for path, (model, checkpoint, _), result in zip(paths, runs, results, strict=True):
-        windows = (checkpoint["dataset"]["sha256"], model.config.block_size, result["n_prompt"])
-        first = first or windows
-        if windows != first:
+    first_model, first_checkpoint, first_tokens = runs[0]
+    for path, (model, checkpoint, tokens) in zip(paths, runs, strict=True):
+        same_size = model.config.block_size == first_model.config.block_size
+        same_symbols = checkpoint["tokenizer"] == first_checkpoint["tokenizer"]
+        # The tokens themselves: a pretrained model has no text of its own to name.
+        same_text = same_symbols and np.array_equal(tokens, first_tokens)
+        if not (same_size and same_text):
             raise UserError(
                 f"{path} and {paths[0]} have different texts or block_sizes, so that their losses "
                 "cannot be compared; measure them in two commands"
@@ -371,7 +397,7 @@ def draw(figure, rows: list[dict], baseline: str) -> None:
         xlabel=f"loss minus {baseline} (nats per token), all positions",
         yticks=range(len(compared)),
         yticklabels=[row["decoded"] for row in compared],
-        ylim=(len(compared) - 0.5, -0.5),
+        ylim=(max(len(compared), 1) - 0.5, -0.5),
     )
     by_position.legend()
 
@@ -385,20 +411,21 @@ def main(argv: list[str]) -> int:
         )
     began, runs = start(paths, settings)
     names = labels(paths)
+    grouped = groups(names, [checkpoint for _, checkpoint, _ in runs])
+    modes = []
+    for path, (_, checkpoint, _) in zip(paths, runs, strict=True):
+        modes.append(("standard",) if without_feedback(path, checkpoint) else get_args(Mode))
+    check(paths, runs, grouped, modes, settings)
     results: list[dict] = []
     nlls: list[dict] = []
     samples: list[list] = []
-    for path, name, (model, checkpoint, tokens) in zip(paths, names, runs, strict=True):
-        modes = get_args(Mode)
-        if without_feedback(path, checkpoint):
+    for place, name in enumerate(names):
+        if len(modes[place]) == 1:
             print(f"{name} never trained latent feedback: it is decoded plainly")
-            modes = ("standard",)
-        result, by_mode = measure(model, checkpoint, tokens, modes, settings)
-        results.append({"checkpoint": path} | result)
+        result, by_mode = measure(*runs[place], modes[place], settings)
+        results.append({"checkpoint": paths[place]} | result)
         nlls.append(by_mode)
         samples += sample_rows(name, result)
-    same_windows(paths, runs, results)
-    grouped = groups(names, [checkpoint for _, checkpoint, _ in runs])
     rows = rows_of(grouped, results, nlls, settings)
     baseline = rows[0]["decoded"] if rows[0]["plain"] else "Standard"
     header = ["samples of", "median length (95%)", "never stopped", "repeated 4-grams"]

@@ -10,14 +10,16 @@ the shape of config/cups.toml, all at equal computation (token-passes):
 - gated, residual, staged: single-pass steps for the first 60% of the steps, three passes after
   them. The rate stays constant until the last quarter.
 
-Each mean gap has a text of its own, of 5,000,000 characters, more than a run reads: fresh text. A
-run's number is its accuracy after 1, 32 and 128 moves, decoded move by move in Soft (plain: in
-Standard), as in state_tracking.py; chance is 1/5. Points are runs, marks their mean over seeds.
+Each mean gap has a text of its own, of 20,000,000 characters. A run draws windows of it, 4.6
+million characters in all at most, so that nearly all it reads is new to it. A run's number is its
+accuracy after 1, 32 and 128 moves, decoded move by move in Soft (plain: in Standard), as in
+state_tracking.py; chance is 1/5. Points are runs, marks their mean over seeds.
 
 Texts go to out_dir/data, runs to out_dir/NAME; finished ones are not repeated, interrupted ones
-continue. Cost: a run reads 4.6 million token-passes, and config/cups.toml takes 1.5 minutes of one
-idle core for 3.07 million; so about 2.3 minutes per run, of which there are 60, and 2.3 hours of
-one core, or half of that with two cores and --jobs=2.
+continue. A run that fails is named, and the table is of the others. Cost: a run reads 4.6 million
+token-passes, and config/cups.toml takes 1.5 minutes of one idle core for 3.07 million; so about 2.3
+minutes per run, of which there are 60, and 2.3 hours of one core, or half of that with two cores
+and --jobs=2.
 """
 
 import os
@@ -42,7 +44,7 @@ from harness.checkpoint import load_checkpoint, load_model, without_feedback
 from harness.configurator import UserError, parse, require, run, setting
 from harness.machine import pick_device
 
-N_CHARS = 5_000_000  # of each text
+N_CHARS = 20_000_000  # of each text
 AFTER = (1, 32, 128)  # moves after which accuracies are given
 STAGED = 0.6  # share of the steps that take one pass, where feedback comes after
 
@@ -100,19 +102,24 @@ def all_arms(settings: Settings) -> list[Arm]:
         for gap in settings.gaps:
             for name, changes in arms(settings.passes).items():
                 words = name.replace(", ", "_")
-                folder = out / f"gap{gap}_{words}_{settings.passes}_{seed}"
+                folder = out / f"{dataset(gap)}_{words}_{settings.passes}_{seed}"
                 command = [sys.executable, str(ROOT / "train.py"), config, *changes]
-                command += [f"--seed={seed}", f"--dataset=cups_{gap}", f"--data_dir={out}/data"]
+                command += [f"--seed={seed}", f"--dataset={dataset(gap)}", f"--data_dir={out}/data"]
                 command += [f"--out_dir={folder}", f"--device={settings.device}"]
                 runs.append(Arm(name, gap, seed, command, folder))
     return runs
 
 
+def dataset(gap: int) -> str:
+    """The name of the text with this mean gap. A text of another length has another name."""
+    return f"cups_{gap}_{N_CHARS}"
+
+
 def make_text(gap: int, data_dir: Path) -> None:
-    """Prepares data_dir/cups_GAP, unless it is there."""
-    if (data_dir / f"cups_{gap}/meta.json").exists():
+    """Prepares data_dir/DATASET, unless it is there."""
+    if (data_dir / dataset(gap) / "meta.json").exists():
         return
-    file = data_dir / f"cups_{gap}.txt"
+    file = data_dir / f"{dataset(gap)}.txt"
     try:
         write(file, cups.text(N_CHARS, mean_gap=gap))
     except OSError as error:
@@ -139,6 +146,15 @@ def train_arm(arm: Arm) -> None:
     if run_beside([*arm.command, resume], output):
         last = output.read_text(errors="replace").strip().splitlines()[-1:]
         raise UserError(f"{arm.folder}: {' '.join(last)}")
+
+
+def problem_of(arm: Arm) -> str:
+    """Trains a run to its end -> '', or what went wrong: the other runs do not wait for it."""
+    try:
+        train_arm(arm)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def run_beside(command: list[str], output: Path) -> int:
@@ -173,10 +189,12 @@ def values_of(results: list[dict], arm: str, gap: int, moves: int) -> np.ndarray
 
 
 def rows_of(results: list[dict], names: list[str], gaps: tuple[int, ...]) -> list[list]:
-    """The table: mean over seeds, and lowest to highest of several."""
+    """The table: mean over seeds, and lowest to highest of several; arms with a run alone."""
     rows = []
     for gap in gaps:
         for name in names:
+            if not len(values_of(results, name, gap, 1)):
+                continue
             cells = []
             for moves in AFTER:
                 values = values_of(results, name, gap, moves)
@@ -194,11 +212,12 @@ def draw(figure, results: list[dict], names: list[str], gaps: tuple[int, ...]) -
     panels = figure.subplots(2, 1, sharex=True)
     for panel, moves in zip(panels, AFTER[1:], strict=True):
         for number, name in enumerate(names):
-            values = [values_of(results, name, gap, moves) for gap in gaps]
+            done = [gap for gap in gaps if len(values_of(results, name, gap, moves))]
+            values = [values_of(results, name, gap, moves) for gap in done]
             color = "black" if name == "plain" else f"C{(number - 1) // 2}"
             style = "-" if "staged" in name else "--"
             apart = 1.03 ** (number - (len(names) - 1) / 2)
-            at = np.array(gaps) * apart
+            at = np.array(done) * apart
             means = [accuracy.mean() for accuracy in values]
             panel.plot(at, means, style, marker="o", ms=6, lw=1.2, color=color, label=name)
             for x, accuracy in zip(at, values, strict=True):
@@ -221,13 +240,17 @@ def main(argv: list[str]) -> int:
     for gap in settings.gaps:
         make_text(gap, Path(settings.out_dir).expanduser() / "data")
     with ThreadPoolExecutor(settings.jobs) as pool:
-        for _ in tqdm(pool.map(train_arm, todo), total=len(todo), unit="run", disable=None):
-            pass
-    results = [measure(arm, settings) for arm in tqdm(todo, "games", leave=False, disable=None)]
+        outcomes = pool.map(problem_of, todo)
+        problems = list(tqdm(outcomes, total=len(todo), unit="run", disable=None))
+    done = [arm for arm, problem in zip(todo, problems, strict=True) if not problem]
+    failures = [problem for problem in problems if problem]
+    if not done:
+        raise UserError(failures[0])
+    results = [measure(arm, settings) for arm in tqdm(done, "games", leave=False, disable=None)]
     names = list(arms(settings.passes))
     header = ["mean gap", "arm", *(f"after {moves} moves" for moves in AFTER)]
     print(table(header, rows_of(results, names, settings.gaps)))
-    numbers = {"chance": CHANCE, "after": AFTER, "runs": results}
+    numbers = {"chance": CHANCE, "after": AFTER, "runs": results, "failures": failures}
     save(
         "gaps",
         settings,
@@ -235,7 +258,9 @@ def main(argv: list[str]) -> int:
         numbers,
         lambda figure: draw(figure, results, names, settings.gaps),
     )
-    return 0
+    for failure in failures:
+        print(f"a run failed: {failure}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ steps. The run drawn is the last one named; of a plain run before it, the valida
 
 import json
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ if __package__ in (None, ""):
 
 import numpy as np
 
-from experiments.report import LOSS, draw_picture, write
+from experiments.report import LOSS, draw_picture, origin, write
 from harness.configurator import UserError, parse, require, run, setting
 from harness.runlog import read_log
 
@@ -134,6 +135,7 @@ def main(argv: list[str]) -> int:
             "name one run's folder, or a plain run's and then one: "
             "python -m experiments.loss_curves out/demo_plain out/demo"
         )
+    began = time.perf_counter()
     *plain_folder, folder = [Path(word).expanduser() for word in words]
     training, evaluations = logged(folder)
     plain = logged(plain_folder[0])[1] if plain_folder else []
@@ -141,6 +143,7 @@ def main(argv: list[str]) -> int:
     points = curve(training, "losses", 2, settings.smooth)
     step = crossing(points.steps, points.gaps)
     numbers = {"run": str(folder), "crossing": step, "evaluations": evaluations, "plain": plain}
+    numbers = origin("loss_curves", settings, began) | numbers
     try:
         write(out.with_suffix(".json"), json.dumps(numbers, indent=1) + "\n")
     except OSError as error:

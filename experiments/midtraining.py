@@ -36,6 +36,7 @@ from experiments.ablations.arms import Settings as Shared
 from experiments.ablations.compare import (
     MODES,
     Runs,
+    cell,
     computation,
     levels,
     losses_of,
@@ -45,7 +46,7 @@ from experiments.ablations.compare import (
 from experiments.ablations.runs import with_folder
 from experiments.ablations.spec import Spec
 from experiments.ablations.sweeps import KINDS, PLAIN, always, equal_compute
-from experiments.report import save, start, table
+from experiments.report import LOSS, save, start, table
 from harness.configurator import UserError, parse, require, run, setting
 from harness.runlog import read_log
 from model import GPTConfig
@@ -150,16 +151,6 @@ def results_of(found: dict, specs: dict) -> dict[str, dict]:
     return results
 
 
-def cell(numbers: dict | None) -> str:
-    """The table's cell of a paired difference."""
-    if numbers is None:
-        return ""
-    text = f"{numbers['mean']:+.3f}"
-    if numbers["interval"] is not None:
-        text += f" ± {numbers['interval']:.3f}"
-    return text + ("*" if numbers["holm"] else "")
-
-
 def print_table(results: dict[str, dict]) -> int:
     """Prints the table -> how many differences Holm's correction is over."""
     shown = []
@@ -211,7 +202,7 @@ def draw(figure, results: dict[str, dict]) -> None:
     if PLAIN_ARM in results:  # a shock may leave the picture
         before = results[PLAIN_ARM]["curves"]["losses"][0][0]
         panels[0].set_ylim(lowest - 0.02, before + ABOVE)
-    panels[0].set_ylabel("validation loss (nats per token)")
+    panels[0].set_ylabel(f"validation {LOSS}")
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize=9)
 

@@ -1,4 +1,6 @@
-"""Other libraries beside ours, at equal parameters and in the same turns: bench.py --peers.
+"""Other libraries beside ours, at equal parameters and in the same turns.
+
+    python -m experiments.bench --peers
 
     Hugging Face    transformers' Llama: the same blocks without QK-norm, and no feedback
     x-transformers  its FullBandwidth wrapper, the only other library that has this method

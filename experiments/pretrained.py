@@ -20,10 +20,14 @@ the experiments read for it, from data/NAME, the text prepared under its folder'
 import importlib
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
@@ -441,7 +445,7 @@ def load_pretrained(source: str, block_size: int = 1024) -> tuple[GPT, dict]:
 
 
 def checkpoint_of(model: GPT, tokenizer: dict, name: str, dtype: torch.dtype) -> dict:
-    """What `load_checkpoint` asks of a checkpoint. The run has no step behind it and no data."""
+    """What experiments and `load_checkpoint` ask of a checkpoint: a run of no step and no data."""
     no_data = {"source": name, "sha256": "", "train_tokens": 0, "val_tokens": 0}
     train_config = asdict(TrainConfig(dataset=name))
     return {
@@ -453,6 +457,7 @@ def checkpoint_of(model: GPT, tokenizer: dict, name: str, dtype: torch.dtype) ->
         "optimizers": [],
         "step": 0,
         "feedback_steps": 0,
+        "compute_tokens": 0,
     }
 
 

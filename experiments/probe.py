@@ -35,9 +35,6 @@ config/tasks.toml trains it, is a series like any other.
 
 import contextlib
 import importlib.util
-import json
-import os
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,15 +61,14 @@ LAST = {"standard": 0, "last 1": 1, "last 2": 2, "last 4": 4, "recurrent": None}
 FUSED = {1: "fused", 3: "fused 3"}  # by feedback passes
 ANSWERS = ("standard", "last 4", "recurrent", "fused", "fused 3")  # those in the table
 BY_DEPTH = {"completion": 8, "memory": 8, "registers": 8}  # distractors or registers, in the figure
+# The code on which a probe set's numbers depend: an edit there makes the kept ones invalid.
+SOURCES = [report.ROOT / name for name in ("model.py", "corpora/tasks.py", "experiments/probe.py")]
 UNITS = {
     "completion": "distractors",
     "memory": "distractors",
     "registers": "registers, 16 writes in all",
     "writes": "writes of each of 8 registers",
 }
-# What two trainings of one series may differ in: the seed, and settings that change no weight.
-SEED_AND_PLACES = {"seed", "out_dir", "data_dir", "init_from", "device", "compile"}
-SEED_AND_PLACES |= {"resume", "overwrite", "log_interval", "eval_interval", "eval_iters"}
 
 
 @dataclass(frozen=True)
@@ -230,32 +226,8 @@ def probe_set_numbers(
 
 def collect_series(paths: list[str], checkpoints: list[dict]) -> dict[str, list[str]]:
     """Series -> the paths of its trainings. UserError where a series has a seed twice."""
-    alike: dict[str, dict[int, str]] = {}
-    for path, checkpoint in zip(paths, checkpoints, strict=True):
-        settings = checkpoint["train_config"]
-        kept = {name: settings[name] for name in settings if name not in SEED_AND_PLACES}
-        trainings = alike.setdefault(json.dumps([checkpoint["model_config"], kept]), {})
-        seed = settings["seed"]
-        if seed in trainings:
-            raise UserError(
-                f"{trainings[seed]} and {path} have the same settings and the same seed={seed}; "
-                "name each training once, or train with another --seed"
-            )
-        trainings[seed] = path
-    label = dict(zip(paths, report.labels(paths), strict=True))
-    series = {}
-    for trainings in alike.values():
-        members = list(trainings.values())
-        name = series_name([label[path] for path in members])
-        series[label[members[0]] if name in series else name] = members
-    return series
-
-
-def series_name(labels: list[str]) -> str:
-    """tasks_1, tasks_2 -> tasks: what the trainings' names begin with, without a number."""
-    if len(labels) == 1:
-        return labels[0]
-    return re.sub(r"[-_./]*(seed)?[-_]?\d*$", "", os.path.commonprefix(labels)) or labels[0]
+    grouped = report.groups(report.labels(paths), checkpoints)
+    return {name: [paths[place] for place in places] for name, places in grouped.items()}
 
 
 def over_trainings(found: list[dict]) -> dict[str, float]:
@@ -264,13 +236,10 @@ def over_trainings(found: list[dict]) -> dict[str, float]:
     "interval" is half of Student's 95% interval of the mean, "error" the standard error over the
     groups of a single training.
     """
-    values = np.array([one["accuracy"] for one in found])
-    if len(values) == 1:
+    if len(found) == 1:
         return dict(found[0])
-    from scipy.stats import t
-
-    half = t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
-    return {"accuracy": float(values.mean()), "interval": float(half)}
+    values = [one["accuracy"] for one in found]
+    return {"accuracy": float(np.mean(values)), "interval": report.student(values)}
 
 
 def summarise(trainings: list[dict]) -> dict:
@@ -420,8 +389,8 @@ def probe_training(path: str, model: GPT, checkpoint: dict, sets: dict, settings
     found = {}
     for (task, n), examples in tqdm(sets.items(), path, leave=False, disable=None):
         compute = partial(probe_set_numbers, model, tokenizer, examples, feedback)
-        key = [task, n, settings.seed, settings.limit]
-        found[task, n] = report.cached(settings.cache_dir, model, key, compute)
+        key = [task, n, settings.seed, settings.limit, feedback]
+        found[task, n] = report.cached(settings.cache_dir, model, key, SOURCES, compute)
     return found
 
 

@@ -8,6 +8,7 @@ import datetime
 import hashlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -120,25 +121,41 @@ def labels(paths: list[str]) -> list[str]:
 def groups(names: list[str], checkpoints: list[dict]) -> dict[str, list[int]]:
     """Which runs differ in their seed alone: a label for each group, and its runs' places.
 
-    A group of several is labelled by what its runs' names begin with, e.g. `demo` for `demo_1` and
-    `demo_2`; a single run keeps its name.
+    Whether a run began from another's weights counts, and from whose does not: that may differ by
+    the seed. UserError where a group has a seed twice.
     """
     ignored = FREE_ON_RESUME - {"max_iters"} | {"seed"}
-    members: dict[str, list[int]] = {}
+    members: dict[str, dict[int, int]] = {}  # settings -> seed -> place
     for place, checkpoint in enumerate(checkpoints):
         settings = checkpoint["model_config"] | checkpoint["train_config"]
         kept = {name: value for name, value in settings.items() if name not in ignored}
-        members.setdefault(json.dumps(kept, sort_keys=True), []).append(place)
+        kept["begun from another"] = bool(settings["init_from"])
+        places = members.setdefault(json.dumps(kept, sort_keys=True), {})
+        seed = settings["seed"]
+        if seed in places:
+            raise UserError(
+                f"{names[places[seed]]} and {names[place]} have the same settings and the same "
+                f"seed={seed}; name each training once, or train with another --seed"
+            )
+        places[seed] = place
     grouped = {}
-    for places in members.values():
-        label = names[places[0]]
-        if len(places) > 1:
-            common = os.path.commonprefix([names[place] for place in places])
-            label = common.rstrip("_-./") or label
+    for by_seed in members.values():
+        places = list(by_seed.values())
+        label = group_name([names[place] for place in places])
         while label in grouped:  # two groups whose runs' names begin alike
             label += "'"
         grouped[label] = places
     return grouped
+
+
+def group_name(names: list[str]) -> str:
+    """tasks_1, tasks_2 -> tasks: what the runs' names begin with, without a number.
+
+    A single run keeps its name.
+    """
+    if len(names) == 1:
+        return names[0]
+    return re.sub(r"[-_./]*(seed)?[-_]?\d*$", "", os.path.commonprefix(names)) or names[0]
 
 
 # Numbers
@@ -169,15 +186,20 @@ def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join(lines)
 
 
-def cached(folder: str, model: GPT, key: list, compute: Callable[[], dict]) -> dict:
-    """compute()'s numbers, kept in `folder` by a hash of the weights, the key and the commit.
+def cached(
+    folder: str, model: GPT, key: list, sources: list[Path], compute: Callable[[], dict]
+) -> dict:
+    """compute()'s numbers, kept in `folder` by a hash of the model, the key and the sources.
 
-    So an experiment that was interrupted continues with what it has. UserError where the folder
+    sources: the files of code that the numbers depend on. So an experiment that was interrupted
+    continues with what it has, and an edit to one of them begins anew. UserError where the folder
     cannot be written.
     """
-    weights = [weight.cpu().numpy().tobytes() for weight in model.state_dict().values()]
-    what = json.dumps([commit(), *key]).encode()
-    digest = hashlib.sha256(b"".join(weights) + what).hexdigest()[:16]
+    digests = [hashlib.sha256(source.read_bytes()).hexdigest() for source in sources]
+    known = hashlib.sha256(json.dumps([asdict(model.config), digests, key]).encode())
+    for weight in model.state_dict().values():
+        known.update(weight.cpu().numpy().tobytes())
+    digest = known.hexdigest()[:16]
     file = Path(folder).expanduser() / f"{digest}.json"
     if not file.exists():
         numbers = compute()
@@ -212,6 +234,25 @@ def write(file: Path, text: str) -> None:
     part.replace(file)
 
 
+def origin(experiment: str, settings: Any, began: float) -> dict:
+    """How an experiment's numbers came about, for its JSON file.
+
+    experiment: its module's name. settings: its dataclass; the device is left out where that has
+    none. began: time.perf_counter() at the start.
+    """
+    how = {
+        "command": f"python -m experiments.{experiment} {shlex.join(sys.argv[1:])}",
+        "settings": asdict(settings),
+        "commit": commit(),
+    }
+    if hasattr(settings, "device"):
+        how["device"] = str(pick_device(settings.device))
+    how["torch"] = torch.__version__
+    how["date"] = datetime.date.today().isoformat()
+    how["seconds"] = round(time.perf_counter() - began, 1)
+    return how
+
+
 def save(
     name: str,
     settings: Settings,
@@ -225,16 +266,7 @@ def save(
     comes last, so that whatever goes wrong with it, the numbers are on disk.
     """
     folder = Path(settings.results_dir).expanduser()
-    module = name.split("/")[0]
-    how = {
-        "command": f"python -m experiments.{module} {shlex.join(sys.argv[1:])}",
-        "settings": asdict(settings),
-        "commit": commit(),
-        "device": str(pick_device(settings.device)),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "seconds": round(time.perf_counter() - began, 1),
-    }
+    how = origin(name.split("/")[0], settings, began)
     try:
         write(folder / f"{name}.json", json.dumps(how | numbers, indent=1) + "\n")
     except OSError as error:

@@ -4,8 +4,8 @@
     python -m experiments.retrofit out/smollm2_plain out/smollm2_fbt --n_tokens=16
 
 The first run is plain (config/smollm2.toml with --fusion=none --pass_mix=1), the others have
-feedback. With the same seed they saw the same batches, so their losses are compared step by step;
-`compute` counts tokens times passes. Validation losses are those that training logged.
+feedback. All must have had the same batches: their losses are compared step by step.
+`computation` counts tokens times passes. Validation losses are those that training logged.
 
 With --n_tokens also the speed of decoding on one CPU thread, Standard and Soft, of the last run's
 model, beside `transformers`' own generate() with the same weights. A round decodes n_tokens in
@@ -14,22 +14,28 @@ machine.
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 from torch import Tensor
 
 from experiments.pretrained import HUGGING_FACE, library, their_names
 from experiments.report import Settings as Shared
-from experiments.report import labels, save, table
+from experiments.report import labels, save, start, table
 from harness.checkpoint import load_checkpoint, load_model, without_feedback
 from harness.configurator import UserError, parse, require, run, setting
 from harness.runlog import read_log
 from model import GPT
+
+BATCHES = ("seed", "batch_size", "grad_accum")  # of train_config: what a step's batch depends on
 
 
 @dataclass(frozen=True)
@@ -52,20 +58,36 @@ def curves(path: str) -> dict:
     if not training or not evaluations:
         raise UserError(f"{folder}/log.jsonl has no training or no evaluation; name a run's folder")
     checkpoint = load_checkpoint(path)
-    names = ("pass_mix", "lam", "jitter", "learning_rate", "batch_size", "max_iters", "seed")
+    names = ("pass_mix", "lam", "jitter", "learning_rate", "max_iters", *BATCHES)
     config = checkpoint["train_config"]
     return {
         "train_config": {name: config[name] for name in names},
         "block_size": checkpoint["model_config"]["block_size"],
+        "sha256": checkpoint["dataset"]["sha256"],
         "fusion": checkpoint["model_config"]["fusion"],
         "steps": [entry["step"] for entry in training],
         "losses": [entry["losses"] for entry in training],
         "val_steps": [entry["step"] for entry in evaluations],
         "val_losses": [entry["val_losses"] for entry in evaluations],
         "tokens": training[-1]["tokens"],
-        "compute_tokens": training[-1]["compute_tokens"],
+        "compute_tokens": checkpoint["compute_tokens"],
         "seconds": training[-1]["seconds"],
     }
+
+
+def same_batches(paths: list[str], runs: list[dict]) -> None:
+    """UserError where a run's steps had other batches than the first one's."""
+    plain = runs[0]
+    for path, one in zip(paths, runs, strict=True):
+        pairs = {name: (plain["train_config"][name], one["train_config"][name]) for name in BATCHES}
+        pairs["block_size"] = (plain["block_size"], one["block_size"])
+        pairs["dataset"] = (plain["sha256"], one["sha256"])
+        for name, (theirs, ours) in pairs.items():
+            if ours != theirs:
+                raise UserError(
+                    f"--{name}: {paths[0]} was trained with {theirs} and {path} with {ours}, so "
+                    f"that their batches differ; train both with the same --{name}"
+                )
 
 
 def against_plain(plain: dict, other: dict) -> dict:
@@ -185,12 +207,13 @@ def main(argv: list[str]) -> None:
     settings, paths = parse(argv, Settings, doc=__doc__, positional="run")
     if len(paths) < 2:
         raise UserError("name a plain run and one with feedback: out/smollm2_plain out/smollm2_fbt")
-    began = time.perf_counter()
+    began, _ = start([], settings)
     names = labels(paths)
     runs = [curves(path) for path in paths]
     plain = runs[0]
     if plain["fusion"] != "none":
         raise UserError(f"{paths[0]} has a fusion; name a plain run first, of --fusion=none")
+    same_batches(paths, runs)
     rows = []
     for name, one in zip(names, runs):
         by_pass = " ".join(f"{loss:.4f}" for loss in one["val_losses"][-1])

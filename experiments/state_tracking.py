@@ -261,10 +261,11 @@ def main(argv: list[str]) -> int:
     began, runs = start(paths, settings)
     for path, (model, checkpoint, _) in zip(paths, runs, strict=True):
         need_games(path, model, checkpoint, settings.n_prompt)
+    names = labels(paths)
+    members = groups(names, [checkpoint for _, checkpoint, _ in runs])
     games, cups = make_games(
         settings.n_windows, settings.n_moves, settings.n_prompt, settings.seed
     )
-    names = labels(paths)
     results = {}
     for path, name, (model, checkpoint, _) in zip(paths, names, runs, strict=True):
         folder = Path(settings.data_dir).expanduser() / checkpoint["train_config"]["dataset"]
@@ -283,7 +284,6 @@ def main(argv: list[str]) -> int:
     gaps = sorted({*powers, settings.n_moves})
     print(table(["run", "mode", *(f"gap {gap}" for gap in gaps), "reach"], rows_of(results, gaps)))
     in_order = list(results.values())
-    members = groups(names, [checkpoint for _, checkpoint, _ in runs])
     grouped = {label: [in_order[place] for place in places] for label, places in members.items()}
     numbers = {"chance": CHANCE, "games": len(games), "groups": members, "checkpoints": results}
     save("state_tracking", settings, began, numbers, lambda figure: draw(figure, grouped))

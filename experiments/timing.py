@@ -1,7 +1,7 @@
 """How speed and memory are measured: turns, their ratios, and the two things that are timed.
 
 Whatever is compared takes turns, and a ratio is the median of the ratios within a turn. So a
-machine that slows down meanwhile, or a program that wakes up beside, changes little.
+machine that slows down meanwhile, or another program that wakes up, changes little.
 """
 
 import math

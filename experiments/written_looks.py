@@ -155,10 +155,11 @@ def main(argv: list[str]) -> int:
     began, runs = start(paths, settings)
     for path, (model, checkpoint, _) in zip(paths, runs, strict=True):
         need_games(path, model, checkpoint, settings.n_prompt)
+    names = labels(paths)
+    members = groups(names, [checkpoint for _, checkpoint, _ in runs])
     games, cups = make_games(
         settings.n_windows, settings.n_moves, settings.n_prompt, settings.seed
     )
-    names = labels(paths)
     results = {}
     for path, name, (model, checkpoint, _) in zip(paths, names, runs, strict=True):
         feeds_back = not without_feedback(path, checkpoint)
@@ -170,7 +171,6 @@ def main(argv: list[str]) -> int:
             "modes": measure(model, modes, games, cups, settings),
         }
     in_order = list(results.values())
-    members = groups(names, [checkpoint for _, checkpoint, _ in runs])
     grouped = {label: [in_order[place] for place in places] for label, places in members.items()}
     series = series_of(grouped, len(games))
     written = [n_written(settings.n_moves, every) for every in settings.every]

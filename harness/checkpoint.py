@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.configurator import UserError, key
+from harness.data import SAME_DATA
 from model import GPT, GPTConfig
 
 FORMAT = "nanofbt-1"
@@ -69,9 +70,9 @@ def save_checkpoint(folder: Path, checkpoint: dict) -> None:
 
 
 def known_runs() -> str:
-    """The folders under out/ that hold a checkpoint, for messages."""
+    """For messages: 'there are: A, B', the folders under out/ that hold a checkpoint."""
     folders = sorted(str(file.parent) for file in Path("out").glob("**/ckpt.pt"))
-    return ", ".join(folders) or "none under out/"
+    return f"there are: {', '.join(folders)}" if folders else "none were found under out/"
 
 
 def load_checkpoint(path: str | Path) -> dict:
@@ -84,7 +85,7 @@ def load_checkpoint(path: str | Path) -> dict:
     checkpoint = read_checkpoint(file)
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UserError(
-            f"{file} is a PyTorch file, but not a checkpoint of train.py; there are: {known_runs()}"
+            f"{file} is a PyTorch file, but not a checkpoint of train.py; {known_runs()}"
         )
     check_checkpoint(file, checkpoint)
     return checkpoint
@@ -100,7 +101,7 @@ def find_checkpoint(path: str | Path) -> Path:
     if not found:
         where = "" if file.is_absolute() else f" (in {Path.cwd()})"
         raise UserError(
-            f"no checkpoint at {file}{where}; there are: {known_runs()}. "
+            f"no checkpoint at {file}{where}; {known_runs()}. "
             "Train one, without --resume: python train.py config/demo.toml"
         )
     return file
@@ -123,7 +124,7 @@ def read_checkpoint(file: Path):
         pass  # what a damaged archive or pickle may raise; the answer is the same
     raise UserError(
         f"{file} ({file.stat().st_size} bytes) is not a checkpoint: empty, cut short, damaged, or "
-        f"another kind of file; there are: {known_runs()}"
+        f"another kind of file; {known_runs()}"
     )
 
 
@@ -258,7 +259,7 @@ def check_same_run(saved: dict, identity: dict, folder: Path) -> None:
                          identity["train_config"].keys() - FREE_ON_RESUME)  # fmt: skip
     if unlike:
         raise other_code(f"{folder}/ckpt.pt", f"train_config {unlike}")
-    for name in ("sha256", "tokenizer", "train_tokens"):
+    for name in SAME_DATA:
         if saved["dataset"].get(name) != identity["dataset"].get(name):
             raise UserError(
                 f"--resume: the text of the dataset has changed since {folder} began; "

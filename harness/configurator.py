@@ -191,7 +191,10 @@ class Once(argparse.Action):
 def make_parser(fields: dict[str, dataclasses.Field], doc: str, positional: str) -> Parser:
     """A parser that stores each given flag's word under the flag's name, and no defaults."""
     parser = Parser(
-        description=doc, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {package()}" if package() else None,  # None: the file's name
+        description=doc,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = "a TOML file" if positional == "config" else None
     parser.add_argument(positional, nargs="*", help=what)
@@ -309,11 +312,18 @@ def discard_stdout() -> None:
     os.close(devnull)
 
 
+def package() -> str:
+    """The package that `python -m PACKAGE` runs, whose file is always __main__.py; else ''."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.parent if spec is not None and spec.name.endswith(".__main__") else ""
+
+
 def tell(text: str) -> None:
     """One line on stderr, however many processes torchrun started."""
     in_group = all(name in os.environ for name in PROCESS_GROUP)
     if not in_group or os.environ["LOCAL_RANK"] == "0":
-        print(f"{Path(sys.argv[0]).name}: {' '.join(text.splitlines())}", file=sys.stderr)
+        name = package() or Path(sys.argv[0]).name
+        print(f"{name}: {' '.join(text.splitlines())}", file=sys.stderr)
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # prepare.py does without torch, which takes seconds to load
     import torch
     from torch import Tensor
 
+SAME_DATA = ("sha256", "tokenizer", "train_tokens")  # of meta.json: what a resumed run compares
+
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """The type of the tokens in a .bin file, little-endian on every machine."""
@@ -96,7 +98,7 @@ def load_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
 
 def even_starts(tokens: np.ndarray, n_windows: int, block_size: int) -> np.ndarray:
     """Where n_windows evenly spaced windows of a split begin; fewer where it is short."""
-    n_windows = min(n_windows, len(tokens) - block_size)  # at every token begins one at most
+    n_windows = min(n_windows, len(tokens) - block_size)  # at most one begins at each token
     return np.unique(np.linspace(0, len(tokens) - block_size - 1, n_windows).astype(np.int64))
 
 

@@ -23,6 +23,19 @@ def writing_to(folder: Path):
         raise UserError(f"--out_dir={folder}: {error}; name a folder that can be written") from None
 
 
+def write_whole(file: Path, text: str) -> None:
+    """Writes a file whole or not at all, over the one before. OSError, which leaves that one."""
+    part = file.with_name(f"{file.name}.tmp")  # one fixed name: a later write goes over a remnant
+    try:
+        with open(part, "w", encoding="utf-8") as opened:
+            opened.write(text)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def missing_folders(folder: Path) -> list[Path]:
     """The folder and those above it that do not exist yet, the innermost first."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
@@ -49,9 +62,14 @@ def locked(folder: Path):
     try:
         yield
     finally:
+        # While it is still held: once released, the file may be another process's lock. Windows
+        # cannot delete an open file, and the folder may have gone meanwhile: then it stays as it
+        # is, and whatever ended the block is what the user hears of.
+        with contextlib.suppress(OSError):
+            if made and os.listdir(folder) == [LOCK]:
+                (folder / LOCK).unlink()
         lock.release()
-        if made and os.listdir(folder) == [LOCK]:
-            (folder / LOCK).unlink()
+        with contextlib.suppress(OSError):  # not empty: what was written is kept
             for path in made:
                 path.rmdir()
 
@@ -130,7 +148,7 @@ class Log:
             self.beside.unlink(missing_ok=True)  # of a run that ended before its first checkpoint
             self.pending = fresh and (folder / "ckpt.pt").exists()
             lines = "".join(json.dumps(entry) + "\n" for entry in kept)
-            self.current().write_text(lines, encoding="utf-8")
+            write_whole(self.current(), lines)
 
     def current(self) -> Path:
         """The file that entries go to."""

@@ -1,5 +1,6 @@
-"""Text <-> token ids: characters, GPT-2's byte pairs, or a pretrained model's. A checkpoint keeps
-the `spec` and needs nothing else.
+"""Text <-> token ids: characters, GPT-2's byte pairs, or a pretrained model's.
+
+A checkpoint keeps the `spec` and needs nothing else.
 
 All tokenizers have `spec`, `vocab_size`, `start_token`, `encode`, `decode`, and `decode_bytes` for
 streams, because a token of GPT-2's may be a part of a character. The start token stands for an

@@ -190,7 +190,7 @@ def test_finished_runs_are_found_again(manual):
 
 def test_a_run_is_identified_by_what_decides_its_numbers(corpus, tmp_path):
     one = spec(corpus, tmp_path)
-    same = ({"eval_interval": 7}, {"log_interval": 3}, {"device": "auto"})
+    same = ({"eval_interval": 7}, {"log_interval": 3}, {"device": "auto"}, {"recompute": True})
     for settings in same:
         assert runs.identity(spec(corpus, tmp_path, **settings)) == runs.identity(one)
     assert runs.identity(replace(one, keep=True)) == runs.identity(one)
@@ -269,6 +269,21 @@ def test_paired_differences_by_hand():
     assert compare.paired({1: ours[1]}, {2: theirs[2]}, "Soft") is None
 
 
+def test_a_single_seed_needs_no_scipy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    assert compare.difference([1.0], [0.5])["mean"] == 0.5
+    with pytest.raises(ImportError):
+        compare.difference([1.0, 2.0], [0.5, 1.0])
+
+
+def test_computation_is_a_ratio_of_means():
+    ours = {1: {"compute_tokens": 10}, 2: {"compute_tokens": 30}}
+    plain = {1: {"compute_tokens": 4}, 3: {"compute_tokens": 12}}
+    assert compare.computation(ours, plain) == 20 / 8
+    assert compare.computation(ours, {}) is None
+
+
 def test_a_runs_losses_by_name():
     many = run_of([float(k) for k in range(101)], standard=0.1, soft=0.2, fused=0.3)
     losses = compare.losses_of(many)
@@ -299,9 +314,9 @@ def test_start_penalty_by_hand():
 
 def test_cells_of_differences():
     numbers = {"mean": -0.05, "interval": 0.0123, "holm": True}
-    assert ablations.cell(numbers) == "-0.050 ± 0.012*"
-    assert ablations.cell(numbers | {"interval": None, "holm": False}) == "-0.050"
-    assert ablations.cell(None) == ""
+    assert compare.cell(numbers) == "-0.050 ± 0.012*"
+    assert compare.cell(numbers | {"interval": None, "holm": False}) == "-0.050"
+    assert compare.cell(None) == ""
 
 
 # A whole sweep
@@ -417,6 +432,16 @@ def test_mistakes_are_named(words, message, data, tmp_path):
         ablations.main([*words, f"--out_dir={tmp_path}"])
 
 
+def test_the_package_speaks_under_its_own_name():
+    def said(*words):
+        command = [sys.executable, "-m", "experiments.ablations", *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    mistake = said("fusoin")
+    assert mistake.stderr.startswith("experiments.ablations: unknown sweep 'fusoin'")
+    assert said("--help").stdout.startswith("usage: python -m experiments.ablations [-h]")
+
+
 # Pictures
 
 
@@ -493,7 +518,7 @@ def test_measured_losses_and_modes_of_a_run(corpus, tmp_path, monkeypatch):
     model = kept["model"][0]
     folder = Path(corpus) / "tiny"
     tokens = load_tokens(folder, "val", load_meta(folder))
-    assert numbers["losses"] == pytest.approx(evaluate(model, tokens, 3, 4), rel=1e-5)
+    assert numbers["losses"] == pytest.approx(evaluate(model, tokens, 3, 4, batch_size=2), rel=1e-5)
     starts = [0, (len(tokens) - 17) // 2, len(tokens) - 17]
     rows = torch.tensor([tokens[start : start + 17].astype(int).tolist() for start in starts])
     idx, targets = rows[:, :-1], rows[:, 1:]
@@ -580,6 +605,28 @@ def test_an_older_runs_numbers_are_completed_from_its_checkpoint(corpus, tmp_pat
     (tmp_path / "run/measured.json").write_text(json.dumps(older))
     (tmp_path / "run/ckpt.pt").unlink()
     assert runs.do_runs([one], 1) == [older]
+
+
+def test_a_run_of_an_old_default_is_not_taken_for_one_of_the_new(corpus, tmp_path):
+    one = spec(corpus, tmp_path / "run")
+    numbers = runs.do_run(one)
+    kept = json.loads((tmp_path / "run/measured.json").read_text())
+    assert kept["settings"]["pass_mix"] == list(one.train.pass_mix)
+    assert kept["settings"]["rope_base"] == one.model.rope_base
+    assert "out_dir" not in kept["settings"]
+    free = replace(one, train=replace(one.train, log_interval=3, recompute=True))
+    assert runs.numbers_of(free) == numbers
+    for name, value in (("weight_decay", 0.5), ("rope_base", 5.0), ("pass_mix", [0.5, 0.5])):
+        kept["settings"][name] = value
+        (tmp_path / "run/measured.json").write_text(json.dumps(kept))
+        with pytest.raises(UserError) as caught:
+            runs.do_runs([one], 1)
+        message = str(caught.value)
+        assert f"run was trained with {name}={value}," in message and "delete" in message
+        del kept["settings"][name]  # a setting that did not exist yet
+    kept["settings"]["abandoned"] = 1
+    (tmp_path / "run/measured.json").write_text(json.dumps(kept))
+    assert runs.do_runs([one], 1) == [kept]
 
 
 # Many runs

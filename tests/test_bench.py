@@ -1,8 +1,12 @@
 """The bench in miniature: its clock, its counts, its numbers, against arithmetic written here."""
 
+import datetime
 import importlib.util
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,6 +70,8 @@ def bench_lines(capsys, tmp_path, *argv: str) -> dict[str, float]:
     printed = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:])
     told = json.loads((tmp_path / "bench.json").read_text())
     assert list(told["measured"]) == list(printed)
+    assert told["command"].startswith("python -m experiments.bench ") and told["commit"]
+    assert told["date"] == datetime.date.today().isoformat() and told["settings"]["threads"] == 1
     assert told["where"].startswith("cpu, 1 threads")
     found = {}
     for name, entry in told["measured"].items():
@@ -431,3 +437,10 @@ def test_a_peer_has_equal_parameters_and_does_its_work(name):
 def test_bench_names_the_mistake(argv, told):
     with pytest.raises(UserError, match=told.replace(".", r"\.")):
         bench.main(argv)
+
+
+def test_it_runs_by_its_file_from_any_folder(tmp_path):
+    script = Path(__file__).parents[1] / "experiments/bench.py"
+    command = [sys.executable, str(script), "--rounds=0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("bench.py: --rounds=0 must be at least")

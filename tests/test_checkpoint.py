@@ -167,7 +167,7 @@ save_checkpoint(Path(sys.argv[1]), {"step": 2})
 def test_missing_checkpoints_are_named_with_those_that_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    assert "none under out/" in complaint("empty")
+    assert f"(in {tmp_path}); none were found under out/. Train one" in complaint("empty")
     runs = [f"out/{name}" for name in "dbfaec"]
     for run in runs:
         (tmp_path / run).mkdir(parents=True)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,17 @@ def test_a_patient_run_that_was_stopped_ends_as_if_it_never_was(corpus, tmp_path
     again = runs.do_run(part)
     assert (again["losses"], again["step"]) == (whole["losses"], whole["step"])
     assert patient.evaluations(part.train.out_dir) == patient.evaluations(str(tmp_path / "whole"))
+
+
+def test_a_patient_run_that_replaces_another_begins_without_its_losses(corpus, tmp_path):
+    old = patient_spec(corpus, tmp_path)
+    train_script.train(replace(old.train, learning_rate=1e-3, max_iters=4), old.model)
+    assert len(patient.evaluations(str(tmp_path))) == 3
+    new = replace(old.train, overwrite=True, max_iters=4, seed=2, eval_interval=4)
+    best = patient.train_patiently(new, old.model, patience=100)["best"]
+    losses = patient.evaluations(str(tmp_path))
+    assert len(losses) == 2 and not (tmp_path / "log.new.jsonl").exists()
+    assert best == np.min(losses, axis=0).tolist()
 
 
 # Texts

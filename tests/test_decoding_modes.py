@@ -156,6 +156,18 @@ def test_several_trainings_are_paired_by_seed_and_have_students_interval():
     assert [point["minus"] for point in soft["bins"]] == pytest.approx([mean] * 4)
 
 
+def test_a_plain_run_without_computation_gives_no_multiple():
+    results = []
+    for tokens in (0, 3_000_000):
+        results.append({"checkpoint": "x", "seed": 1, "parameters": 7, "compute_tokens": tokens})
+    nlls = [nlls_of({"standard": 2.0}), nlls_of({"standard": 1.0, "soft": 1.0})]
+    rows = decoding_modes.rows_of(
+        {"plain": [0], "full": [1]}, results, nlls, decoding_modes.Settings()
+    )
+    assert [row["computation"] for row in rows] == [None] * 3
+    assert "x |" not in decoding_modes.likelihood_table(rows, "plain")
+
+
 def test_several_trainings_need_a_plain_run_for_each_seed():
     assert decoding_modes.partners([5], [2], [0, 0, 1, 0, 0, 9]) == [2]  # one against one
     assert decoding_modes.partners([0, 1], [2, 3], [7, 8, 8, 7]) == [3, 2]
@@ -163,12 +175,30 @@ def test_several_trainings_need_a_plain_run_for_each_seed():
         decoding_modes.partners([0, 1], [2], [1, 2, 1])
 
 
-def test_runs_of_other_windows_are_refused(corpus, learned, make_run, tmp_path):
+def test_runs_of_other_windows_are_refused(corpus, learned, make_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(decoding_modes, "measure", None)  # all of it comes before any work
     shorter = make_run(block_size=8, fusion="none", pass_mix=(1.0,), max_iters=1)
     words = (shorter, learned, "--n_windows=2", *FEW)
     place = (f"--data_dir={corpus}", f"--results_dir={tmp_path}/none")
     assert "cannot be compared" in refused(decoding_modes, *words, *place)
+    plain = make_run(seed=2, fusion="none", pass_mix=(1.0,), max_iters=1)
+    other = make_run(seed=3, max_iters=120, learning_rate=5e-3, eval_interval=0)
+    words = (plain, learned, other, *FEW)
+    assert "name one plain run for each seed" in refused(decoding_modes, *words, *place)
     assert not (tmp_path / "none").exists()
+
+
+def test_other_tokens_are_refused(learned):
+    model, checkpoint = load_model(learned)
+    tokens = np.arange(40)
+    decoding_modes.same_windows(["a", "b"], [(model, checkpoint, tokens)] * 2)
+    for other in (tokens[:-1], tokens + 1):
+        runs = [(model, checkpoint, tokens), (model, checkpoint, other)]
+        with pytest.raises(decoding_modes.UserError, match="^b and a have different texts"):
+            decoding_modes.same_windows(["a", "b"], runs)
+    runs = [(model, checkpoint, tokens), (model, checkpoint | {"tokenizer": {}}, tokens)]
+    with pytest.raises(decoding_modes.UserError, match="^b and a have different texts"):
+        decoding_modes.same_windows(["a", "b"], runs)
 
 
 def test_long_windows_are_binned(corpus, make_run, tmp_path):

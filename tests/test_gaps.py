@@ -1,6 +1,8 @@
 """experiments/gaps.py: arms of equal computation, texts, runs that are not repeated, the table."""
 
+import json
 import signal
+import tomllib
 
 import numpy as np
 import pytest
@@ -87,19 +89,29 @@ def test_every_arm_at_every_gap_with_every_seed_has_a_folder_of_its_own():
     assert len(runs) == len({run.folder for run in runs}) == 2 * 2 * 5
     assert {(run.gap, run.seed) for run in runs} == {(4, 5), (4, 6), (12, 5), (12, 6)}
     for run in runs:
-        assert f"--seed={run.seed}" in run.command and f"--dataset=cups_{run.gap}" in run.command
+        assert f"--seed={run.seed}" in run.command
+        assert f"--dataset=cups_{run.gap}_20000000" in run.command
 
 
-def test_texts_have_their_gaps_and_are_made_once(small, tmp_path):
+def test_a_text_is_several_times_what_a_run_reads():
+    settings = gaps.Settings()
+    config = tomllib.loads((gaps.ROOT / "config/cups.toml").read_text())
+    assert gaps.N_CHARS > 4 * settings.passes * config["batch_size"] * config["block_size"]
+
+
+def test_texts_have_their_gaps_and_are_made_once(small, tmp_path, monkeypatch):
     for gap in (4, 12):
         gaps.make_text(gap, tmp_path)
-        tokens = np.fromfile(tmp_path / f"cups_{gap}/train.bin", dtype="uint16")
+        tokens = np.fromfile(tmp_path / f"cups_{gap}_3000/train.bin", dtype="uint16")
         n_looks = (tokens < 5).sum()
         assert len(tokens) == 2700
         assert (len(tokens) - n_looks) / n_looks == pytest.approx(gap, rel=0.2)
-    before = (tmp_path / "cups_4/meta.json").stat().st_mtime_ns
+    before = (tmp_path / "cups_4_3000/meta.json").stat().st_mtime_ns
     gaps.make_text(4, tmp_path)
-    assert (tmp_path / "cups_4/meta.json").stat().st_mtime_ns == before
+    assert (tmp_path / "cups_4_3000/meta.json").stat().st_mtime_ns == before
+    monkeypatch.setattr(gaps, "N_CHARS", 4000)  # one of another length is another text
+    gaps.make_text(4, tmp_path)
+    assert (tmp_path / "cups_4_4000/train.bin").stat().st_size == 2 * 3600
 
 
 def test_the_experiment_trains_and_measures_each_run_once(
@@ -126,6 +138,30 @@ def test_the_experiment_trains_and_measures_each_run_once(
     assert len(in_this_process) == 5
     again = run_experiment(gaps, "data", tmp_path, *words, "--device=cpu")
     assert len(in_this_process) == 5 and again["runs"] == numbers["runs"]
+
+
+def test_a_failed_run_leaves_the_others_their_table(
+    small, in_this_process, tmp_path, monkeypatch, capsys
+):
+    def run_beside(command, output):
+        if "--fusion=gated" in command:
+            output.write_text("Traceback\nno memory\n")
+            return 1
+        return train.main(command[2:])
+
+    monkeypatch.setattr(gaps, "run_beside", run_beside)
+    place = (f"--out_dir={tmp_path}/runs", f"--results_dir={tmp_path}", "--device=cpu")
+    words = ("--gaps=4", "--seeds=1", "--passes=9", "--n_windows=2", *place)
+    assert gaps.main([*words]) == 1
+    printed = capsys.readouterr()
+    _, *rows = table_rows(printed.out)
+    assert [row[1] for row in rows] == ["plain", "residual", "residual, staged"]
+    numbers = json.loads((tmp_path / "gaps.json").read_text())
+    folder = f"{tmp_path}/runs/cups_4_3000_gated"
+    failures = [f"{folder}_9_1: no memory", f"{folder}_staged_9_1: no memory"]
+    assert numbers["failures"] == failures and len(numbers["runs"]) == 3
+    assert f"a run failed: {failures[0]}\n" in printed.err
+    assert (tmp_path / "gaps.png").exists()
 
 
 def test_an_interrupted_run_continues(small, in_this_process, tmp_path, monkeypatch):

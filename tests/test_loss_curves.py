@@ -1,6 +1,7 @@
 """experiments/loss_curves.py against a log written by hand."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -44,7 +45,9 @@ def test_crossing_is_where_pass_2_stays_under():
 def test_the_log_is_drawn(tmp_path, monkeypatch, capsys):
     figures = saved_figures(monkeypatch)
     write_log(tmp_path, VALIDATION, training_entries())
-    assert loss_curves.main([str(tmp_path), "--smooth=2"]) == 0
+    words = [str(tmp_path), "--smooth=2"]
+    monkeypatch.setattr(sys, "argv", ["loss_curves.py", *words])
+    assert loss_curves.main(words) == 0
     left, right = figures[0].axes
     losses = lines_of(left)
     gaps = lines_of(right)
@@ -61,6 +64,9 @@ def test_the_log_is_drawn(tmp_path, monkeypatch, capsys):
     assert "plain, validation" not in losses
     assert (tmp_path / "loss.png").is_file()
     numbers = json.loads((tmp_path / "loss.json").read_text())
+    assert numbers["command"] == f"python -m experiments.loss_curves {tmp_path} --smooth=2"
+    assert numbers["settings"] == {"smooth": 2, "out": ""} and "device" not in numbers
+    assert numbers["commit"] and len(numbers["date"]) == 10 and 0 <= numbers["seconds"] < 60
     assert numbers["crossing"] == 6 and numbers["evaluations"][1]["val_losses"] == [2.5, 2.4]
     assert "under pass 1 from step 6 on" in capsys.readouterr().out
 

@@ -19,7 +19,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers: no test asks the netw
 
 import prepare
 import sample
-from experiments import pretrained, report, retrofit
+from experiments import decoding_modes, pretrained, report, retrofit
 from harness.checkpoint import initial_weights, load_checkpoint, load_model
 from harness.configurator import UserError, parse
 from harness.tokenizer import HFTokenizer, make_tokenizer
@@ -493,6 +493,39 @@ def test_the_next_scripts_take_it(imported, capsys):
     assert set(made["speed"]["tokens_per_cpu_second"]) == {"standard", "soft", "transformers"}
     with pytest.raises(UserError, match="has a fusion; name a plain run first"):
         retrofit.main(["out/fed", "out/plain"])
+
+
+def test_a_retrofit_that_could_not_be_written_is_not_begun(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    with pytest.raises(UserError, match="^--results_dir=file/x"):
+        retrofit.main(["out/plain", "out/fed", "--results_dir=file/x"])
+
+
+@pytest.mark.parametrize("name", ["seed", "batch_size", "grad_accum", "block_size", "dataset"])
+def test_runs_of_other_batches_are_not_compared(name):
+    def run(value) -> dict:
+        values = {"seed": 1, "batch_size": 2, "grad_accum": 3, "block_size": 4, "dataset": "ab"}
+        values[name] = value
+        config = {name: values[name] for name in ("seed", "batch_size", "grad_accum")}
+        about = {"train_config": config, "block_size": values["block_size"]}
+        return about | {"sha256": values["dataset"]}
+
+    retrofit.same_batches(["a", "b"], [run(7), run(7)])
+    with pytest.raises(UserError) as caught:
+        retrofit.same_batches(["a", "b", "c"], [run(7), run(7), run(8)])
+    assert str(caught.value).startswith(f"--{name}: a was trained with 7 and c with 8, so that")
+
+
+def test_an_experiment_reads_it_as_a_plain_run_without_computation(imported):
+    Path("text.txt").write_text(TEXT * 40)
+    prepare.main(["--input=text.txt", f"--name={imported.name}", f"--tokenizer={imported}"])
+    few = ["--n_windows=2", "--n_samples=1", "--max_new_tokens=4"]
+    assert decoding_modes.main([str(imported), *few]) == 0
+    made = json.loads(Path("results/decoding_modes.json").read_text())
+    found = made["checkpoints"][imported.name]
+    assert found["compute_tokens"] == 0 and list(found["modes"]) == ["standard"]
+    assert made["rows"][0]["computation"] is None
 
 
 def test_a_tokenizer_that_is_neither_a_name_nor_a_checkpoint(imported):

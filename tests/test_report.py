@@ -11,8 +11,16 @@ import pytest
 import torch
 from by_hand import refused, run_experiment, validation, window_rows
 
-from experiments import decoding_modes, prefill_passes, report
+from experiments import (
+    decoding_modes,
+    prefill_passes,
+    probe,
+    report,
+    state_tracking,
+    written_looks,
+)
 from harness.checkpoint import load_model
+from harness.configurator import UserError
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,9 +54,9 @@ def test_labels_are_folder_names_unless_two_are_the_same(tmp_path):
     assert report.labels([first, second]) == [first, second]
 
 
-def settings_of(seed=1, fusion="gated", max_iters=10, out_dir="a") -> dict:
+def settings_of(seed=1, fusion="gated", max_iters=10, out_dir="a", init_from="") -> dict:
     """What `groups` reads of a checkpoint."""
-    train = {"seed": seed, "max_iters": max_iters, "out_dir": out_dir}
+    train = {"seed": seed, "max_iters": max_iters, "out_dir": out_dir, "init_from": init_from}
     return {"model_config": {"fusion": fusion}, "train_config": train}
 
 
@@ -67,10 +75,75 @@ def test_groups_are_of_runs_that_differ_in_their_seed_alone():
     assert report.groups(["x_1", "x_2", "x_3", "x_4"], two) == {"x": [0, 1], "x'": [2, 3]}
 
 
+def test_runs_that_began_from_others_are_a_group_of_their_own():
+    staged = [settings_of(1, init_from="out/a_1"), settings_of(2, init_from="out/a_2")]
+    names = ["staged_1", "staged_2", "full_3"]
+    grouped = report.groups(names, [*staged, settings_of(3)])
+    assert grouped == {"staged": [0, 1], "full_3": [2]}
+
+
+def test_a_group_has_each_seed_once():
+    message = "^full_1 and again have the same settings and the same seed=1; name each training"
+    twice = [settings_of(1), settings_of(2), settings_of(1, out_dir="b")]
+    with pytest.raises(UserError, match=message):
+        report.groups(["full_1", "full_2", "again"], twice)
+
+
+def test_groups_are_named_by_what_their_runs_share():
+    assert report.group_name(["tasks_1", "tasks_2"]) == "tasks"
+    assert report.group_name(["tasks_plain_seed1", "tasks_plain_seed12"]) == "tasks_plain"
+    assert report.group_name(["tasks_1"]) == "tasks_1"
+    assert report.group_name(["a", "b"]) == "a"
+
+
+@pytest.mark.parametrize("experiment", [decoding_modes, probe, state_tracking, written_looks])
+def test_naming_a_run_twice_is_refused_before_any_work(
+    experiment, corpus, tiny_run, tmp_path, monkeypatch
+):
+    for module, name in ((state_tracking, "need_games"), (written_looks, "need_games")):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    monkeypatch.setattr(probe, "check", lambda *_: None)
+    monkeypatch.setattr(experiment, "measure", None, raising=False)
+    monkeypatch.setattr(probe, "probe_training", None)
+    place = (f"--data_dir={corpus}", f"--results_dir={tmp_path}/none")
+    message = refused(experiment, tiny_run, tiny_run, *place)
+    assert f"{tiny_run} and {tiny_run} have the same settings" in message
+
+
 def test_students_interval_by_hand():
     # t of 2 degrees of freedom at 0.975 is 4.303; the values' standard deviation is 1.
     assert report.student([1, 2, 3]) == pytest.approx(4.3027 / 3**0.5, abs=1e-4)
     assert report.student([1.5]) is None
+
+
+def test_numbers_are_kept_until_model_key_or_code_change(tmp_path, tiny_run, plain_run):
+    code = tmp_path / "code.py"
+    other = tmp_path / "other.py"
+    computed = []
+
+    def numbers(model, key, sources=(code, other)) -> int:
+        def compute() -> dict:
+            computed.append(key)
+            return {"number": len(computed)}
+
+        return report.cached(f"{tmp_path}/kept", model, [key], list(sources), compute)["number"]
+
+    code.write_text("a = 1\n")
+    other.write_text("b = 1\n")
+    model, _ = load_model(tiny_run)
+    plain, _ = load_model(plain_run)
+    assert [numbers(model, "x"), numbers(model, "x")] == [1, 1]
+    assert [numbers(model, "y"), numbers(plain, "x"), numbers(model, "x")] == [2, 3, 1]
+    other.write_text("b = 2\n")
+    assert [numbers(model, "x"), numbers(model, "x")] == [4, 4]
+    other.write_text("b = 1\n")
+    assert numbers(model, "x") == 1
+    with torch.no_grad():
+        model.embedding.weight[0, 0] += 1
+    assert numbers(model, "x") == 5
+    assert all(source.is_file() for source in probe.SOURCES)
+    names = {source.name for source in probe.SOURCES}
+    assert names == {"model.py", "tasks.py", "probe.py"}
 
 
 def test_json_says_how_it_came_about(corpus, tiny_run, tmp_path, monkeypatch):
@@ -181,14 +254,25 @@ def test_scripts_run_by_their_file_without_a_notebooks_backend(tmp_path, corpus,
 
 @pytest.mark.parametrize(
     "name",
-    ["decoding_modes", "gaps", "loss_curves", "prefill_passes", "state_tracking", "written_looks"],
+    [
+        "decoding_modes",
+        "gaps",
+        "loss_curves",
+        "play",
+        "prefill_passes",
+        "pretrained",
+        "retrofit",
+        "state_tracking",
+        "written_looks",
+    ],
 )
 def test_every_script_of_these_has_the_preamble(name):
     lines = (ROOT / f"experiments/{name}.py").read_text().splitlines()
     place = lines.index('if __package__ in (None, ""):')
     path = "    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))"
     assert lines[place + 1] == path
-    ours = ("from corpora", "from experiments", "from harness", "from model", "import prepare")
+    names = "from corpora", "from experiments", "from harness", "from model", "from train"
+    ours = (*names, "import prepare", "import train")
     before = [line for line in lines[:place] if line.startswith(ours)]
     assert before == []
 

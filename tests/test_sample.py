@@ -747,10 +747,11 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(trained, argv, shown):
 
 def test_without_a_checkpoint_it_names_the_runs(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for there in ("none under out/", "out/one", "out/one, out/two"):
-        with pytest.raises(UserError, match=f"^name one checkpoint, .*; there are: {there}$"):
+    hints = ("none were found under out/", "there are: out/one", "there are: out/one, out/two")
+    for hint, name in zip(hints, ("one", "two", "three"), strict=True):
+        with pytest.raises(UserError, match=f"^name one checkpoint, .*; {hint}$"):
             main([])
-        make_checkpoint(tmp_path / "out" / ("two" if there == "out/one" else "one"))
+        make_checkpoint(tmp_path / "out" / name)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import QUICK, SHAPE, configs
-from filelock import FileLock
+from filelock import BaseFileLock, FileLock
 
 import train as trainer
 from harness.checkpoint import load_checkpoint, load_model, save_checkpoint
 from harness.configurator import UserError, parse
 from harness.data import load_meta, load_tokens
+from harness.runlog import Log, locked
 from model import GPT, GPTConfig
 from train import Run, TrainConfig, learning_rate, make_optimizers, pass_count, train
 
@@ -325,6 +326,27 @@ def test_a_log_with_another_line_is_refused_and_the_way_out_works(start, copy_of
     assert start(resume=True)["finished"]
 
 
+def test_a_resume_that_dies_while_it_writes_the_log_keeps_it(copy_of, tiny_run, monkeypatch):
+    run = copy_of(tiny_run)
+    before = (run / "log.jsonl").read_bytes()
+    write = os.fsync
+
+    def dies(descriptor):
+        write(descriptor)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", dies)
+    with pytest.raises(UserError, match="No space left"):
+        Log(run, step=1, total=10, every=1)
+    assert (run / "log.jsonl").read_bytes() == before
+    assert not (run / "log.jsonl.tmp").exists()
+    monkeypatch.undo()
+    (run / "log.jsonl.tmp").write_text("the remnant of a killed process")
+    Log(run, step=1, total=10, every=1)
+    kept = [entry for entry in map(json.loads, before.decode().splitlines()) if entry["step"] <= 1]
+    assert log(run) == kept and 0 < len(kept) < len(before.decode().splitlines())
+
+
 def test_evaluation_changes_nothing(start, tmp_path):
     often = {"eval_interval": 1, "eval_iters": 3, "eval_passes": 4, "log_interval": 1}
     never = {"eval_interval": 0, "eval_iters": 0, "log_interval": 0}
@@ -624,6 +646,33 @@ def test_the_lock_is_free_again_after_a_run_and_after_a_failed_one(start, tmp_pa
     start(max_iters=1)
     with FileLock(tmp_path / "run" / "lock", timeout=0):
         pass
+
+
+@pytest.mark.parametrize("left", ["a/b/other.txt", "a/other.txt", None])
+def test_what_ends_a_locked_block_is_heard_whatever_the_folder_has_become(tmp_path, left):
+    folder = tmp_path / "a" / "b"
+    with pytest.raises(ZeroDivisionError), locked(folder):
+        if left:
+            (tmp_path / left).write_text("of another program")
+        else:
+            shutil.rmtree(tmp_path / "a")
+        raise ZeroDivisionError
+    assert left is None or (tmp_path / left).exists()
+    assert (folder / "lock").exists() == (left == "a/b/other.txt")
+
+
+def test_the_locks_file_goes_while_the_lock_is_held(tmp_path, monkeypatch):
+    there = []
+    release = BaseFileLock.release
+
+    def released(lock, force=False):
+        there.append((tmp_path / "run" / "lock").exists())
+        release(lock, force)
+
+    monkeypatch.setattr(BaseFileLock, "release", released)
+    with locked(tmp_path / "run"):
+        pass
+    assert there[0] is False and not (tmp_path / "run").exists()
 
 
 # Settings, data and machine that do not go together

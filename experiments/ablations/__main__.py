@@ -15,12 +15,12 @@ The first table has levels:
 - pass 1 is plain, pass 2 comes after one feedback pass;
 - Standard, Soft, Fused: as decoded, over the second half of the windows after a prompt of the
   first. A plain model has one loss, which stands for all.
-In `fusion` also: the share of the fused input's variance that is not the token's, also untrained;
-the loss of pass 2 when every state is the mean state; Soft minus the plain model at the start
-(the first 4 tokens after the prompt) and at the rest.
+In `fusion` also: the share of the fused input's variance that is not the token's, for the trained
+and for an untrained model; the loss of pass 2 when every state is the mean state; Soft minus the
+plain model at the start (the first 4 tokens after the prompt) and at the rest.
 
 The second has paired differences: the arms of a seed see the same batches and begin with the same
-weights (but the fusion's). "plain, equal parameters" is a plain model whose MLP is wider by what
+weights (except the fusion's). "plain, equal parameters" is a plain model whose MLP is wider by what
 the gated fusion's matrices have. After ± stands Student's 95% interval, which needs two seeds; it
 is of that difference alone, not corrected for how many stand side by side. A * marks those that
 survive Holm's correction over their table.
@@ -43,6 +43,7 @@ from experiments.ablations.compare import (
     MODES,
     STATE,
     Runs,
+    cell,
     computation,
     levels,
     losses_of,
@@ -95,16 +96,6 @@ def evaluate_arm(sweep: Sweep, arm: Arm, found: dict[Arm, Runs]) -> dict:
         "changes": mean_of(ours, "changes"),
         "runs": runs,
     }
-
-
-def cell(numbers: dict | None) -> str:
-    """The table's cell of a paired difference."""
-    if numbers is None:
-        return ""
-    text = f"{numbers['mean']:+.3f}"
-    if numbers["interval"] is not None:
-        text += f" ± {numbers['interval']:.3f}"
-    return text + ("*" if numbers["holm"] else "")
 
 
 def level_rows(sweep: Sweep, results: dict[Arm, dict]) -> list[list]:

@@ -4,10 +4,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from experiments.ablations.runs import complete, do_runs, numbers_of, with_folder
+from experiments.ablations.runs import complete, do_runs, with_folder
 from experiments.ablations.shapes import equal_depth, equal_hidden
 from experiments.ablations.spec import Spec
 from experiments.ablations.sweeps import PRESETS
+from experiments.report import ROOT
 from experiments.report import Settings as Shared
 from harness.configurator import UserError, parse, require, setting
 from harness.data import load_meta
@@ -15,7 +16,6 @@ from harness.machine import pick_device
 from model import GPTConfig
 from train import TrainConfig
 
-CONFIG = Path(__file__).resolve().parents[2] / "config"
 N_PASSES = 100  # feedback passes that a run is measured with
 
 
@@ -46,7 +46,8 @@ class Settings(Shared):
 
 def preset(settings: Settings) -> tuple[TrainConfig, GPTConfig]:
     """What the arms have in common, with the settings of the command line."""
-    config, shape, _ = parse([str(CONFIG / PRESETS[settings.preset])], TrainConfig, GPTConfig)
+    file = ROOT / "config" / PRESETS[settings.preset]
+    config, shape, _ = parse([str(file)], TrainConfig, GPTConfig)
     config = replace(
         config,
         data_dir=settings.data_dir,
@@ -117,13 +118,3 @@ def need_finished(found: dict, settings: Settings, what: str) -> None:
             f"{what}: no finished run in {settings.out_dir}/{settings.preset}; "
             "leave out --train=false to train them"
         )
-
-
-def to_go(specs: dict) -> list[Spec]:
-    """The runs of {arm: {seed: spec}} that are not finished, each once."""
-    folders = {}
-    for by_seed in specs.values():
-        for spec in by_seed.values():
-            if numbers_of(spec) is None:
-                folders[spec.train.out_dir] = spec
-    return list(folders.values())

@@ -26,11 +26,11 @@ def losses_of(run: dict) -> dict[str, float]:
 
 def difference(ours: list[float], theirs: list[float]) -> dict:
     """The mean of paired differences, with Student's 95% interval and p; None for a single pair."""
-    from scipy.stats import ttest_1samp
-
     pairs = np.subtract(ours, theirs)  # (seeds,)
     numbers = {"mean": float(pairs.mean()), "interval": None, "p": None, "seeds": len(pairs)}
     if len(pairs) > 1 and np.ptp(pairs) > 0:
+        from scipy.stats import ttest_1samp  # here: with one seed, scipy is not needed
+
         test = ttest_1samp(pairs, 0.0)
         high = test.confidence_interval(1 - LEVEL).high
         numbers["interval"] = float(high - pairs.mean())
@@ -74,6 +74,16 @@ def mark_survivors(differences: list[dict | None]) -> int:
     return len(tested)
 
 
+def cell(numbers: dict | None) -> str:
+    """The table's cell of a paired difference."""
+    if numbers is None:
+        return ""
+    text = f"{numbers['mean']:+.3f}"
+    if numbers["interval"] is not None:
+        text += f" ± {numbers['interval']:.3f}"
+    return text + ("*" if numbers["holm"] else "")
+
+
 def start_penalty(ours: Runs, baseline: Runs) -> dict[str, float]:
     """Soft minus the baseline's Standard after a plain prompt: at its start, and at the rest.
 
@@ -92,12 +102,15 @@ def start_penalty(ours: Runs, baseline: Runs) -> dict[str, float]:
 
 
 def computation(ours: Runs, baseline: Runs) -> float | None:
-    """Token-passes (tokens x passes x steps) as a multiple of the plain model's."""
+    """Token-passes (tokens x passes x steps) as a multiple of the plain model's; means of both.
+
+    Where the number of passes is drawn, or a run ends by patience, seeds differ in theirs.
+    """
     if not baseline:
         return None
-    run = next(iter(ours.values()))
-    plain = next(iter(baseline.values()))
-    return run["compute_tokens"] / plain["compute_tokens"]
+    run = np.mean([numbers["compute_tokens"] for numbers in ours.values()])
+    plain = np.mean([numbers["compute_tokens"] for numbers in baseline.values()])
+    return float(run / plain)
 
 
 def levels(ours: Runs, baseline: Runs) -> dict:

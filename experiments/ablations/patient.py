@@ -32,17 +32,20 @@ def train_patiently(config: TrainConfig, shape: GPTConfig, patience: int) -> dic
     that was stopped continues from its checkpoint, and takes its evaluations from its log.
     """
     with stop_on_signals() as signals, opened(config, shape) as (run, log):
-        losses = evaluations(config.out_dir)  # without those that come after the checkpoint
+        # The log has none that come after the checkpoint. What a new run replaces is not its own.
+        losses = evaluations(config.out_dir) if config.resume else []
         while True:
             if run.evaluation_is_due():
                 entry = run.evaluate()
                 log.evaluated(entry)
                 losses.append(entry["val_losses"])
                 run.save()
+                log.saved()
             finished = no_better(losses, patience) or run.counters["step"] >= config.max_iters
             if finished or signals:
                 break
             log.trained(run.train_step())
         run.save()
+        log.saved()
     best = np.min(losses, axis=0).tolist()
     return run.counters | {"finished": finished, "best": best}

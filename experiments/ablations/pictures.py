@@ -4,10 +4,10 @@ import numpy as np
 
 from experiments.ablations.compare import MODES
 from experiments.ablations.sweeps import EQUAL_ARM, PLAIN_ARM, Arm, Sweep
+from experiments.report import LOSS
 
 COLORS = {"Standard": "C0", "Soft": "C1", "Fused": "C2"}
 MARKERS = {"Standard": "o", "Soft": "s", "Fused": "^"}
-LOSS = "loss (nats per token)"
 LETTERS = 9  # points, in a figure of 7 inches
 WIDEST = 0.45  # nats above the best point that a picture of losses shows; a diverging arm leaves it
 

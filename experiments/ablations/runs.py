@@ -22,28 +22,16 @@ from tqdm import tqdm
 
 from experiments.ablations.patient import train_patiently
 from experiments.ablations.spec import KEPT_COUNTERS, Spec, add_positions, measure_run
-from experiments.report import commit
-from harness.configurator import UserError, run
+from experiments.report import ROOT, commit
+from harness.checkpoint import FREE_ON_RESUME
+from harness.configurator import UserError, key, run
 from harness.data import load_meta
 from harness.machine import stop_on_signals
-from harness.runlog import locked, writing_to
+from harness.runlog import locked, write_whole, writing_to
 from train import train
 
 # Settings of a training that change none of its numbers. `max_iters` does, by the cool-down.
-NO_MATTER = {
-    "resume",
-    "overwrite",
-    "out_dir",
-    "data_dir",
-    "init_from",
-    "eval_interval",
-    "eval_iters",
-    "eval_passes",
-    "log_interval",
-    "device",
-    "compile",
-}
-ROOT = Path(__file__).resolve().parents[2]  # from where a run beside others is started
+NO_MATTER = FREE_ON_RESUME - {"max_iters"}
 
 
 def identity(spec: Spec) -> dict:
@@ -93,19 +81,39 @@ def with_folder(spec: Spec, base: Spec, folder: Path) -> Spec:
     return replace(spec, train=replace(spec.train, out_dir=str(folder / f"{name}-{digest[:8]}")))
 
 
+def settings_of(spec: Spec) -> dict:
+    """All settings that decide a run's numbers, defaults too, as JSON gives them back."""
+    settings = dataclasses.asdict(spec.train) | dataclasses.asdict(spec.model)
+    decide = {name: value for name, value in settings.items() if name not in NO_MATTER}
+    return json.loads(json.dumps(decide))
+
+
 def numbers_of(spec: Spec) -> dict | None:
-    """What was measured of a run; None before it is finished."""
-    file = Path(spec.train.out_dir, "measured.json")
-    return json.loads(file.read_text()) if file.exists() else None
+    """What was measured of a run; None before it is finished.
+
+    UserError where it was trained with another setting. Its folder's name does not tell, because
+    defaults are left out of that, and a default may have changed since.
+    """
+    folder = Path(spec.train.out_dir)
+    file = folder / "measured.json"
+    if not file.exists():
+        return None
+    numbers = json.loads(file.read_text(encoding="utf-8"))
+    theirs = numbers.get("settings", {})  # not kept by earlier versions
+    for name, ours in settings_of(spec).items():
+        if name in theirs and theirs[name] != ours:
+            raise UserError(
+                f"{folder} was trained with {key(name)}={theirs[name]}, and the default is {ours} "
+                "now; delete that folder to train it anew, or give another --out_dir"
+            )
+    return numbers
 
 
 def keep_numbers(spec: Spec, numbers: dict) -> None:
     """Writes measured.json, whole or not at all."""
     folder = Path(spec.train.out_dir)
-    part = folder / "measured.tmp"
     with writing_to(folder):
-        part.write_text(json.dumps(numbers))
-        part.replace(folder / "measured.json")
+        write_whole(folder / "measured.json", json.dumps(numbers))
 
 
 def complete(spec: Spec) -> dict | None:
@@ -127,7 +135,7 @@ def do_run(spec: Spec) -> dict | None:
 
     -> its numbers, or None where a signal stopped it.
 
-    UserError where another process is at it.
+    UserError where another process is training it.
     """
     folder = Path(spec.train.out_dir)
     checkpoint = folder / "ckpt.pt"
@@ -144,6 +152,7 @@ def do_run(spec: Spec) -> dict | None:
         if not counters["finished"]:
             return None
         numbers = measure_patient(counters) if spec.patience else measure_run(spec, counters)
+        numbers["settings"] = settings_of(spec)
         keep_numbers(spec, numbers)
         if not spec.keep:
             checkpoint.unlink()

@@ -58,7 +58,7 @@ class Sweep:
     arms: dict[Arm, dict]
     control: Literal["series", "x"] = "series"  # what an arm is compared with besides plain
     picture: Literal["dots", "frontier", "depth"] = "dots"
-    extra: tuple[str, ...] = ()  # more columns, of compare.EXTRA
+    extra: tuple[str, ...] = ()  # more columns, of compare.levels
 
     def baseline_of(self, arm: Arm) -> Arm:
         """The plain model of equal parameters that an arm is compared with."""
