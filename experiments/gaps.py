@@ -95,7 +95,7 @@ class Arm:
 
 def all_arms(settings: Settings) -> list[Arm]:
     """Every run of the experiment, seed by seed."""
-    out = Path(settings.out_dir).expanduser()
+    out = Path(settings.out_dir)
     config = str(ROOT / "config/cups.toml")
     runs = []
     for seed in range(settings.seed, settings.seed + settings.seeds):
@@ -238,7 +238,7 @@ def main(argv: list[str]) -> int:
     began, _ = start([], settings)
     todo = all_arms(settings)
     for gap in settings.gaps:
-        make_text(gap, Path(settings.out_dir).expanduser() / "data")
+        make_text(gap, Path(settings.out_dir) / "data")
     with ThreadPoolExecutor(settings.jobs) as pool:
         outcomes = pool.map(problem_of, todo)
         problems = list(tqdm(outcomes, total=len(todo), unit="run", disable=None))

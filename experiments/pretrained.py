@@ -394,7 +394,7 @@ def open_gguf(path: Path, block_size: int) -> Source:
 def find(source: str) -> Path:
     """The folder or file that SOURCE names; UserError where there is none."""
     if source != PACKAGED or Path(source).exists():
-        path = Path(source).expanduser()
+        path = Path(source)
         if not path.exists():
             need = f"a folder with config.json, a GGUF file, or the word {PACKAGED}"
             raise UserError(f"no model at {path} (in {Path.cwd()}); give {need}")

@@ -13,7 +13,9 @@ from by_hand import refused, run_experiment, validation, window_rows
 
 from experiments import (
     decoding_modes,
+    loss_curves,
     prefill_passes,
+    pretrained,
     probe,
     report,
     state_tracking,
@@ -191,6 +193,9 @@ def test_a_home_folder_is_expanded(corpus, tiny_run, tmp_path, monkeypatch):
     words = ["~/run", "--n_windows=1", "--data_dir=~/data", "--results_dir=~/r"]
     assert prefill_passes.main(words) == 0
     assert (tmp_path / "r/prefill_passes.json").exists()
+    assert loss_curves.main(["~/run", "--out=~/curves/loss.png"]) == 0
+    assert (tmp_path / "curves/loss.json").exists()
+    assert f"no model at {tmp_path}/nothing" in refused(pretrained, "~/nothing")
     assert not Path("~").exists()
 
 
