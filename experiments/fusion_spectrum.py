@@ -49,6 +49,7 @@ READS_STATE = ("W_H", "W_R[h]")  # the names of matrices whose input is a state
 
 @dataclass(frozen=True)
 class Settings(report.Settings):
+    seed: int = setting(1, "not used", flag=False)
     passes: int = setting(
         4, "look at the states after this many passes in all; 1: a plain prefill's"
     )

@@ -51,6 +51,7 @@ STAGED = 0.6  # share of the steps that take one pass, where feedback comes afte
 
 @dataclass(frozen=True)
 class Settings(Shared):
+    data_dir: str = setting("data", "not used: the texts are in out_dir", flag=False)
     n_windows: int = setting(500, "games to test with")
     gaps: tuple[int, ...] = setting((4, 8, 12, 24), "mean gaps of the texts")
     seeds: int = setting(3, "runs of each arm, with seeds seed, seed + 1, ...")
