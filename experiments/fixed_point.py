@@ -41,6 +41,7 @@ BATCH = 40  # windows at a time
 
 @dataclass(frozen=True)
 class Settings(report.Settings):
+    seed: int = setting(1, "not used", flag=False)
     tols: tuple[float, ...] = setting(
         (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 1e-5, 1e-6),
         "tolerances; 0, which takes all passes, comes by itself",

@@ -43,12 +43,13 @@ from train import INIT, seed_torch
 
 BATCH = 40  # windows at a time
 BINS = np.linspace(0, 1, 41)
-WITH_GATE = ("gated", "gated_residual")
+WITH_GATE = ("gated", "gated_residual")  # of Eq. (4): sigmoid(W_G norm(e))
 READS_STATE = ("W_H", "W_R[h]")  # the names of matrices whose input is a state
 
 
 @dataclass(frozen=True)
 class Settings(report.Settings):
+    seed: int = setting(1, "not used", flag=False)
     passes: int = setting(
         4, "look at the states after this many passes in all; 1: a plain prefill's"
     )
@@ -287,7 +288,8 @@ def main(argv: list[str]) -> int:
         after = fusion_numbers(model, idx, settings.passes)
         results[name] = {"untrained": before, "trained": after}
         if model.fusion.kind not in WITH_GATE:
-            print(f"{name}: fusion={model.fusion.kind} has no gate; only its terms are compared")
+            kind = f"fusion={model.fusion.kind}"
+            print(f"{name}: {kind}: its gate, if any, is not known here; its terms are compared")
         trained_column = table_column(after)
         rows = []
         for text, cell in table_column(before).items():

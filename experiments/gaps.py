@@ -51,6 +51,7 @@ STAGED = 0.6  # share of the steps that take one pass, where feedback comes afte
 
 @dataclass(frozen=True)
 class Settings(Shared):
+    data_dir: str = setting("data", "not used: the texts are in out_dir", flag=False)
     n_windows: int = setting(500, "games to test with")
     gaps: tuple[int, ...] = setting((4, 8, 12, 24), "mean gaps of the texts")
     seeds: int = setting(3, "runs of each arm, with seeds seed, seed + 1, ...")
@@ -95,7 +96,7 @@ class Arm:
 
 def all_arms(settings: Settings) -> list[Arm]:
     """Every run of the experiment, seed by seed."""
-    out = Path(settings.out_dir).expanduser()
+    out = Path(settings.out_dir)
     config = str(ROOT / "config/cups.toml")
     runs = []
     for seed in range(settings.seed, settings.seed + settings.seeds):
@@ -238,7 +239,7 @@ def main(argv: list[str]) -> int:
     began, _ = start([], settings)
     todo = all_arms(settings)
     for gap in settings.gaps:
-        make_text(gap, Path(settings.out_dir).expanduser() / "data")
+        make_text(gap, Path(settings.out_dir) / "data")
     with ThreadPoolExecutor(settings.jobs) as pool:
         outcomes = pool.map(problem_of, todo)
         problems = list(tqdm(outcomes, total=len(todo), unit="run", disable=None))

@@ -136,10 +136,10 @@ def main(argv: list[str]) -> int:
             "python -m experiments.loss_curves out/demo_plain out/demo"
         )
     began = time.perf_counter()
-    *plain_folder, folder = [Path(word).expanduser() for word in words]
+    *plain_folder, folder = [Path(word) for word in words]
     training, evaluations = logged(folder)
     plain = logged(plain_folder[0])[1] if plain_folder else []
-    out = Path(settings.out or folder / "loss.png").expanduser()
+    out = Path(settings.out or folder / "loss.png")
     points = curve(training, "losses", 2, settings.smooth)
     step = crossing(points.steps, points.gaps)
     numbers = {"run": str(folder), "crossing": step, "evaluations": evaluations, "plain": plain}

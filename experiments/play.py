@@ -30,11 +30,10 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
-from corpora.cups import SYMBOLS
 from experiments.report import commit, need_feedback, write
+from experiments.state_tracking import need_games
 from harness.checkpoint import load_model, without_feedback
 from harness.configurator import UserError, key, parse, run, setting
-from harness.tokenizer import CharTokenizer
 from model import GPT, GPTConfig, greedy
 from train import TrainConfig
 
@@ -219,11 +218,10 @@ def fill(template: str, models: dict, text: dict | None, built: str) -> str:
 def load_cups(path: str) -> tuple[GPT, dict]:
     """A model of the shell game and its checkpoint; UserError for one of another text."""
     model, checkpoint = load_model(path)
-    if checkpoint["tokenizer"] != CharTokenizer(SYMBOLS).spec:
-        raise UserError(
-            f"{path} was not trained on the shell game; run: python prepare.py cups, then "
-            "python train.py config/cups.toml. A model of another text is for --text"
-        )
+    try:
+        need_games(path, model, checkpoint, n_prompt=1)
+    except UserError as error:
+        raise UserError(f"{error}. A model of another text is for --text") from None
     return model, checkpoint
 
 

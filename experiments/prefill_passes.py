@@ -53,6 +53,7 @@ BATCH = 12  # windows at a time, as in training
 
 @dataclass(frozen=True)
 class Settings(Shared):
+    seed: int = setting(1, "not used", flag=False)
     feedback_passes: int = setting(0, f"at most; 0: {SHORT}, with --long {LONG:,}")
     long: bool = setting(False, "log axis, and beside the loss the positions beyond and changes")
 

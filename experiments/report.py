@@ -57,9 +57,8 @@ def load(path: str, settings: Settings) -> tuple[GPT, dict, np.ndarray]:
 
     UserError where data_dir holds other data than it was trained on.
     """
-    path = os.path.expanduser(path)
     model, checkpoint = load_model(path, pick_device(settings.device))
-    folder = Path(settings.data_dir).expanduser() / checkpoint["train_config"]["dataset"]
+    folder = Path(settings.data_dir) / checkpoint["train_config"]["dataset"]
     meta = load_meta(folder)
     pretrained = checkpoint["dataset"]["sha256"] == ""  # on no text of ours: any will do
     same_text = pretrained or meta["sha256"] == checkpoint["dataset"]["sha256"]
@@ -92,7 +91,7 @@ def start(paths: list[str], settings: Settings) -> tuple[float, list[tuple[GPT, 
     """
     began = time.perf_counter()
     loaded = [load(path, settings) for path in paths]
-    folder = Path(settings.results_dir).expanduser().absolute()
+    folder = Path(settings.results_dir).absolute()
     nearest = next(place for place in (folder, *folder.parents) if place.exists())
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         raise UserError(
@@ -112,7 +111,7 @@ def labels(paths: list[str]) -> list[str]:
     """The runs' folder names; the paths themselves where two runs' folders have the same name."""
     names = []
     for path in paths:
-        place = Path(path).expanduser()
+        place = Path(path)
         folder = place if place.is_dir() else place.parent
         names.append(folder.resolve().name)
     return names if len(set(names)) == len(names) else paths
@@ -200,7 +199,7 @@ def cached(
     for weight in model.state_dict().values():
         known.update(weight.cpu().numpy().tobytes())
     digest = known.hexdigest()[:16]
-    file = Path(folder).expanduser() / f"{digest}.json"
+    file = Path(folder) / f"{digest}.json"
     if not file.exists():
         numbers = compute()
         try:
@@ -265,7 +264,7 @@ def save(
     name: the experiment's, or EXPERIMENT/PART. began: the time that `start` returned. The picture
     comes last, so that whatever goes wrong with it, the numbers are on disk.
     """
-    folder = Path(settings.results_dir).expanduser()
+    folder = Path(settings.results_dir)
     how = origin(name.split("/")[0], settings, began)
     try:
         write(folder / f"{name}.json", json.dumps(how | numbers, indent=1) + "\n")

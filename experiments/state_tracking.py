@@ -268,7 +268,7 @@ def main(argv: list[str]) -> int:
     )
     results = {}
     for path, name, (model, checkpoint, _) in zip(paths, names, runs, strict=True):
-        folder = Path(settings.data_dir).expanduser() / checkpoint["train_config"]["dataset"]
+        folder = Path(settings.data_dir) / checkpoint["train_config"]["dataset"]
         trained_on = load_tokens(folder, "train", load_meta(folder))
         feeds_back = not without_feedback(path, checkpoint)
         results[name] = {

@@ -140,7 +140,9 @@ def run_experiment(experiment, data_dir, tmp_path, *words) -> dict:
     """Its JSON after main([...]); the PNG is one."""
     name = experiment.__name__.split(".")[1]
     results = tmp_path / "new/results"
-    arguments = [*words, f"--data_dir={data_dir}", f"--results_dir={results}"]
+    arguments = [*words, f"--results_dir={results}"]
+    if data_dir:
+        arguments.append(f"--data_dir={data_dir}")
     assert experiment.main(arguments) == 0
     assert (results / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     return json.loads((results / f"{name}.json").read_text())

@@ -207,7 +207,7 @@ def test_a_matrix_that_starts_at_zero(make_run, corpus, tmp_path, capsys):
     assert before["terms"]["share_h"] == 0 < found["trained"]["terms"]["share_h"] < 1
     assert found["trained"]["matrices"]["W_H"]["rank"] > 0
     out = capsys.readouterr().out
-    assert "fusion=residual has no gate" in out and "| W_H: rank " in out
+    assert "fusion=residual: its gate, if any, is not known here" in out and "| W_H: rank " in out
     assert "nan" not in out.lower() and "NaN" not in (tmp_path / "fusion_spectrum.json").read_text()
 
 

@@ -120,7 +120,7 @@ def test_the_experiment_trains_and_measures_each_run_once(
     figures = saved_figures(monkeypatch)
     out = tmp_path / "runs"
     words = ("--gaps=4", "--seeds=1", "--passes=9", "--n_windows=20", f"--out_dir={out}")
-    numbers = run_experiment(gaps, "data", tmp_path, *words, "--device=cpu")
+    numbers = run_experiment(gaps, "", tmp_path, *words, "--device=cpu")
     arms = ["plain", "gated", "gated, staged", "residual", "residual, staged"]
     assert [run["arm"] for run in numbers["runs"]] == arms
     assert [run["mode"] for run in numbers["runs"]] == ["standard"] + ["soft"] * 4
@@ -136,7 +136,7 @@ def test_the_experiment_trains_and_measures_each_run_once(
     assert lines_of(below)["gated"][1] == [gated[127]]
 
     assert len(in_this_process) == 5
-    again = run_experiment(gaps, "data", tmp_path, *words, "--device=cpu")
+    again = run_experiment(gaps, "", tmp_path, *words, "--device=cpu")
     assert len(in_this_process) == 5 and again["runs"] == numbers["runs"]
 
 

@@ -13,9 +13,15 @@ from by_hand import refused, run_experiment, validation, window_rows
 
 from experiments import (
     decoding_modes,
+    fixed_point,
+    fusion_spectrum,
+    gaps,
+    loss_curves,
     prefill_passes,
+    pretrained,
     probe,
     report,
+    retrofit,
     state_tracking,
     written_looks,
 )
@@ -147,12 +153,13 @@ def test_numbers_are_kept_until_model_key_or_code_change(tmp_path, tiny_run, pla
 
 
 def test_json_says_how_it_came_about(corpus, tiny_run, tmp_path, monkeypatch):
-    words = [tiny_run, "--seed=5", "--device=cpu"]
+    words = [tiny_run, "--feedback_passes=1", "--device=cpu"]
     monkeypatch.setattr(sys, "argv", ["prefill_passes.py", *words])
     numbers = run_experiment(prefill_passes, corpus, tmp_path, *words)
-    command = f"python -m experiments.prefill_passes {tiny_run} --seed=5 --device=cpu"
+    flags = "--feedback_passes=1 --device=cpu"
+    command = f"python -m experiments.prefill_passes {tiny_run} {flags}"
     assert numbers["command"] == command
-    assert numbers["settings"]["seed"] == 5
+    assert numbers["settings"]["feedback_passes"] == 1
     assert numbers["settings"]["n_windows"] == 120
     assert numbers["device"] == "cpu" and numbers["torch"] == torch.__version__
     assert 0 < numbers["seconds"] < 60 and len(numbers["date"]) == 10
@@ -191,7 +198,27 @@ def test_a_home_folder_is_expanded(corpus, tiny_run, tmp_path, monkeypatch):
     words = ["~/run", "--n_windows=1", "--data_dir=~/data", "--results_dir=~/r"]
     assert prefill_passes.main(words) == 0
     assert (tmp_path / "r/prefill_passes.json").exists()
+    assert loss_curves.main(["~/run", "--out=~/curves/loss.png"]) == 0
+    assert (tmp_path / "curves/loss.json").exists()
+    assert f"no model at {tmp_path}/nothing" in refused(pretrained, "~/nothing")
     assert not Path("~").exists()
+
+
+@pytest.mark.parametrize(
+    "experiment, flag",
+    [
+        (fixed_point, "seed"),
+        (fusion_spectrum, "seed"),
+        (prefill_passes, "seed"),
+        (retrofit, "seed"),
+        (retrofit, "n_windows"),
+        (retrofit, "data_dir"),
+        (gaps, "data_dir"),
+        (probe, "n_windows"),
+    ],
+)
+def test_a_setting_that_would_be_ignored_is_refused(experiment, flag):
+    assert f"--{flag}=2" in refused(experiment, f"--{flag}=2")
 
 
 def test_another_text_is_refused(tiny_run, tmp_path):
