@@ -4,7 +4,7 @@
 #
 #   sh experiments/gpu_check.sh
 #
-# Everything that it prints is also in gpu_check/. To try the script where there is no GPU, or with
+# Everything that it prints is also in out/gpu_check/. To try the script where there is no GPU, or with
 # less to do: DEVICE=cpu BENCH="--n_layer=1 --rounds=1" RECIPE="--n_layer=1 --batch_size=2" \
 #   STEPS=4 PEERS=no sh experiments/gpu_check.sh
 
@@ -15,7 +15,7 @@ STEPS=${STEPS:-200}
 BENCH=${BENCH:---n_layer=6 --n_head=6 --n_embd=384 --block_size=256 --batch_size=64}
 RECIPE=${RECIPE:-}
 PEERS=${PEERS:-yes}
-OUT=${OUT:-gpu_check}
+OUT=${OUT:-out/gpu_check}
 LIMIT=${LIMIT:-480} # seconds in all; a part that would begin later is left out
 # A laptop reads the text it has; elsewhere any text will do, since speed is what is measured.
 TEXT=${TEXT:-}
