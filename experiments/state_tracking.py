@@ -252,6 +252,19 @@ def draw(figure, grouped: dict[str, list[dict]]) -> None:
         panel.legend(loc="center left")
 
 
+def players(
+    paths: list[str], runs: list[tuple], n_prompt: int
+) -> tuple[list[str], dict[str, list[int]]]:
+    """The runs' names, and the places of those that differ in their seed alone, by group.
+
+    runs: what `report.start` gives. UserError for one that cannot play, or for a seed given twice.
+    """
+    for path, (model, checkpoint, _) in zip(paths, runs, strict=True):
+        need_games(path, model, checkpoint, n_prompt)
+    names = labels(paths)
+    return names, groups(names, [checkpoint for _, checkpoint, _ in runs])
+
+
 def main(argv: list[str]) -> int:
     settings, paths = parse(argv, Settings, doc=__doc__, positional="checkpoint")
     if not paths:
@@ -259,10 +272,7 @@ def main(argv: list[str]) -> int:
             "name at least one checkpoint, e.g. python -m experiments.state_tracking out/cups"
         )
     began, runs = start(paths, settings)
-    for path, (model, checkpoint, _) in zip(paths, runs, strict=True):
-        need_games(path, model, checkpoint, settings.n_prompt)
-    names = labels(paths)
-    members = groups(names, [checkpoint for _, checkpoint, _ in runs])
+    names, members = players(paths, runs, settings.n_prompt)
     games, cups = make_games(
         settings.n_windows, settings.n_moves, settings.n_prompt, settings.seed
     )

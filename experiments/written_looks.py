@@ -30,8 +30,8 @@ from tqdm import tqdm
 
 from corpora.cups import LOOKS, SYMBOLS
 from experiments.report import Settings as Shared
-from experiments.report import groups, labels, save, start, table
-from experiments.state_tracking import BATCH, CHANCE, guess, make_games, need_games, wilson
+from experiments.report import save, start, table
+from experiments.state_tracking import BATCH, CHANCE, guess, make_games, players, wilson
 from harness.checkpoint import without_feedback
 from harness.configurator import UserError, parse, require, run, setting
 from harness.tokenizer import CharTokenizer
@@ -153,10 +153,7 @@ def main(argv: list[str]) -> int:
             "python -m experiments.written_looks out/cups_plain out/cups"
         )
     began, runs = start(paths, settings)
-    for path, (model, checkpoint, _) in zip(paths, runs, strict=True):
-        need_games(path, model, checkpoint, settings.n_prompt)
-    names = labels(paths)
-    members = groups(names, [checkpoint for _, checkpoint, _ in runs])
+    names, members = players(paths, runs, settings.n_prompt)
     games, cups = make_games(
         settings.n_windows, settings.n_moves, settings.n_prompt, settings.seed
     )
