@@ -106,8 +106,7 @@ def test_groups_are_named_by_what_their_runs_share():
 def test_naming_a_run_twice_is_refused_before_any_work(
     experiment, corpus, tiny_run, tmp_path, monkeypatch
 ):
-    for module, name in ((state_tracking, "need_games"), (written_looks, "need_games")):
-        monkeypatch.setattr(module, name, lambda *_: None)
+    monkeypatch.setattr(state_tracking, "need_games", lambda *_: None)
     monkeypatch.setattr(probe, "check", lambda *_: None)
     monkeypatch.setattr(experiment, "measure", None, raising=False)
     monkeypatch.setattr(probe, "probe_training", None)
