@@ -192,31 +192,47 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return turned.type_as(x)  # turned in float32, returned in x's own dtype
 
 
+class LayerCache:
+    """One layer's preallocated keys and values, (B, H_kv, block_size, D_h) each."""
+
+    def __init__(self, config: GPTConfig, n_rows: int, like: Tensor):
+        shape = (n_rows, config.kv_heads, config.block_size, config.d_head)
+        self.k = like.new_empty(shape)
+        self.v = like.new_empty(shape)
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes k, v (B, H_kv, T, D_h) at positions start..start+T-1.
+
+        Returns all keys and values up to there, (B, H_kv, start + T, D_h) each.
+        """
+        end = start + k.size(2)
+        self.k[:, :, start:end] = k
+        self.v[:, :, start:end] = v
+        return self.k[:, :, :end], self.v[:, :, :end]
+
+
 class KVCache:
-    """Preallocated keys and values (L, B, H_kv, block_size, D_h), of which `length` are filled.
+    """Every layer's keys and values, of which the first `length` positions are filled.
 
     It also keeps the inputs u (B, block_size, D) that made them, because `GPT.slide` re-runs the
     stack over the last half of them when the cache is full.
     """
 
     def __init__(self, config: GPTConfig, n_rows: int, like: Tensor):
-        shape = (config.n_layer, n_rows, config.kv_heads, config.block_size, config.d_head)
-        self.k = like.new_empty(shape)
-        self.v = like.new_empty(shape)
+        self.layers = [LayerCache(config, n_rows, like) for _ in range(config.n_layer)]
         self.u = like.new_empty(n_rows, config.block_size, config.n_embd)
         self.length = 0
         self.passes = 0  # parallel passes that built the prompt's part, the plain one included
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes k, v (B, H_kv, T, D_h) behind the filled part.
+    @property
+    def k(self) -> Tensor:
+        """A copy of all keys, (L, B, H_kv, block_size, D_h)."""
+        return torch.stack([layer.k for layer in self.layers])
 
-        Returns all keys and values so far, (B, H_kv, length + T, D_h) each. `length` itself
-        advances once, in `GPT.stack`, after every layer has written.
-        """
-        end = self.length + k.size(2)
-        self.k[layer, :, :, self.length : end] = k
-        self.v[layer, :, :, self.length : end] = v
-        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+    @property
+    def v(self) -> Tensor:
+        """A copy of all values, (L, B, H_kv, block_size, D_h)."""
+        return torch.stack([layer.v for layer in self.layers])
 
 
 class Attention(nn.Module):
@@ -224,7 +240,6 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.layer = layer
         self.window = config.window_of(layer)  # 0: no window
         self.d_head = config.d_head
         self.grouped = config.kv_heads < config.n_head
@@ -235,7 +250,9 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(config.d_head, config.eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(config.d_head, config.eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache | None, start: int
+    ) -> Tensor:
         B, T, _ = x.shape
         q = self.q(x).view(B, T, -1, self.d_head)  # (B, T, H, D_h)
         k = self.k(x).view(B, T, -1, self.d_head)  # (B, T, H_kv, D_h)
@@ -246,13 +263,16 @@ class Attention(nn.Module):
         k = k.transpose(1, 2)  # (B, H_kv, T, D_h)
         v = v.transpose(1, 2)  # (B, H_kv, T, D_h)
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)  # (B, H_kv, length + T, D_h)
+            k, v = cache.write(start, k, v)  # (B, H_kv, start + T, D_h)
         if self.window and T == 1:  # a single token needs no mask: it sees all keys it is given
             k = k[:, :, -self.window :]  # (B, H_kv, at most window, D_h)
             v = v[:, :, -self.window :]  # (B, H_kv, at most window, D_h)
         mask = self.visible(T, k.size(2), x.device)
+        causal = False
+        if mask is None and T > 1:  # an `if`: it settles a T that the compiler keeps as a symbol
+            causal = True
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None and T > 1, enable_gqa=self.grouped
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped
         )  # (B, H, T, D_h)
         y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H D_h)
         return self.out(y)  # (B, T, D)
@@ -304,8 +324,11 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.n_embd, config.eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None) -> Tensor:
-        x = x + self.a * self.dropout(self.attn(self.attn_norm(x), rope, cache))
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache | None, start: int
+    ) -> Tensor:
+        """x (B, T, D), its rotary angles, this layer's cache, and where in it x begins."""
+        x = x + self.a * self.dropout(self.attn(self.attn_norm(x), rope, cache, start))
         x = x + self.a * self.dropout(self.mlp(self.mlp_norm(x)))
         return x  # (B, T, D)
 
@@ -357,8 +380,9 @@ class GPT(nn.Module):
             )
         rope = self.rope(start, end, u.device)
         x = self.input_norm(u)  # (B, T, D)
-        for block in self.blocks:
-            x = self.maybe_recompute(block, x, rope, cache)  # (B, T, D)
+        caches = [None] * len(self.blocks) if cache is None else cache.layers
+        for block, layer_cache in zip(self.blocks, caches, strict=True):
+            x = self.maybe_recompute(block, x, rope, layer_cache, start)  # (B, T, D)
         if cache is not None:
             cache.u[:, start:end] = u
             cache.length = end

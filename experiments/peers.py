@@ -6,8 +6,9 @@
     x-transformers  its FullBandwidth wrapper, the only other library that has this method
 
 Each library gets its fastest documented way: scaled_dot_product_attention, one forward call per
-token with its own cache, no generation framework around it. A library that is not installed is
-one line, not an error: pip install --requirement requirements-peers.txt
+token with its own cache, no generation framework around it; with --compile, Hugging Face's model is
+compiled as well, and its quickest way counts. A library that is not installed is one line, not an
+error: pip install --requirement requirements-peers.txt
 """
 
 import copy
@@ -62,6 +63,7 @@ COLUMNS = (
     ("x-transformers", "xt_tokens", "{:.0f}"),
     ("ours, Standard", "standard_tokens", "{:.0f}"),
     ("ours, Soft", "soft_tokens", "{:.0f}"),
+    ("ours compiled, Soft", "soft_compiled_tokens", "{:.0f}"),
 )
 
 
@@ -113,10 +115,13 @@ class HuggingFace:
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
-    def decoders(self, prompt: Tensor, rest: Tensor) -> dict[str, Callable[[], None]]:
+    def decoders(
+        self, prompt: Tensor, rest: Tensor, compiling: bool
+    ) -> dict[str, Callable[[], None]]:
         """Ways of feeding `rest` after `prompt`; the quickest counts.
 
-        Its growing cache and its preallocated one, each in a loop of our own, and its generate.
+        Its growing cache and its preallocated one, each in a loop of our own, the latter also with
+        the model compiled, and its generate.
         """
         from transformers import DynamicCache, StaticCache
 
@@ -125,10 +130,14 @@ class HuggingFace:
             "hf_dynamic": DynamicCache(config=config),
             "hf_static": StaticCache(config=config, max_cache_len=self.block_size),
         }
+        models = {name: self.model for name in caches}
+        if compiling:
+            caches["hf_compiled"] = StaticCache(config=config, max_cache_len=self.block_size)
+            models["hf_compiled"] = torch.compile(self.model)
         ways = {}
         for name, cache in caches.items():
             logits = self.model(input_ids=prompt, cache=cache, use_cache=True).logits
-            ways[name] = partial(self.decode, cache, logits, rest)
+            ways[name] = partial(self.decode, models[name], cache, logits, rest)
         ways["hf_generate"] = partial(
             self.model.generate,
             prompt,
@@ -140,10 +149,10 @@ class HuggingFace:
         return ways
 
     @torch.no_grad()
-    def decode(self, cache, logits: Tensor, rest: Tensor) -> None:
+    def decode(self, model: nn.Module, cache, logits: Tensor, rest: Tensor) -> None:
         for token in rest.split(1, dim=1):  # (B, 1)
             logits[:, -1].argmax(-1)
-            logits = self.model(input_ids=token, cache=cache, use_cache=True).logits
+            logits = model(input_ids=token, cache=cache, use_cache=True).logits
         cache.crop(-rest.size(1))  # as long as it was before
 
 
@@ -193,8 +202,13 @@ class XTransformers:
         return self.model(torch.cat([idx, targets[:, -1:]], dim=1))
 
     @torch.no_grad()
-    def decoders(self, prompt: Tensor, rest: Tensor) -> dict[str, Callable[[], None]]:
-        """One way of feeding `rest` after `prompt`: the loop of its generate, on given tokens."""
+    def decoders(
+        self, prompt: Tensor, rest: Tensor, compiling: bool
+    ) -> dict[str, Callable[[], None]]:
+        """One way of feeding `rest` after `prompt`: the loop of its generate, on given tokens.
+
+        It is not compiled: its wrapper makes new functions for every token.
+        """
         logits, cache = self.model.net(prompt, return_intermediates=True)
         return {"xt_loop": partial(self.decode, prompt, rest, logits, cache)}
 
@@ -279,9 +293,12 @@ def decoding_results(
     for name, ways_of_it in others.items():
         quickest = min(ways_of_it, key=partial(typical, seconds))
         found[f"{name}_tokens"] = found[f"{quickest}_tokens"]
-        found[f"soft_tokens_over_{name}"] = ratio(seconds, quickest, "soft")
-        for way in ways_of_it:
-            found[f"soft_tokens_over_{way}"] = ratio(seconds, way, "soft")
+        for mode in ours:
+            if mode == "standard":
+                continue
+            found[f"{mode}_tokens_over_{name}"] = ratio(seconds, quickest, mode)
+            for way in ways_of_it:
+                found[f"{mode}_tokens_over_{way}"] = ratio(seconds, way, mode)
     found["soft_token_over_standard"] = ratio(seconds, "soft", "standard")
     return found
 
@@ -317,10 +334,13 @@ def measure(
     ours = {}
     for mode in ("standard", "soft"):
         ours[mode] = partial(decode, model, mode, *model.prefill(prompt, mode), rest)
+    if "compiled" in losses:
+        fast.eval()
+        ours["soft_compiled"] = partial(decode, fast, "soft", *fast.prefill(prompt, "soft"), rest)
     ways = {}
     for name, other in others.items():
         other.model.eval()
-        ways[name] = other.decoders(prompt, rest)
+        ways[name] = other.decoders(prompt, rest, "compiled" in losses)
     return found | decoding_results(ours, ways, rest.size(1), rounds, device)
 
 

@@ -371,7 +371,8 @@ def test_peers_without_the_libraries(tiny_shape, monkeypatch, capsys, tmp_path):
 def test_ratios_of_peers_by_hand(monkeypatch):
     took = {"plain": 2.0, "soft": 8.0, "compiled": 6.0, "hf": 4.0, "xt": 10.0}
     took |= {"standard": 0.5, "dynamic": 2.0, "static": 1.0, "loop": 4.0}
-    ways = {"standard": None, "soft": None}
+    took |= {"soft_compiled": 0.25}
+    ways = {"standard": None, "soft": None, "soft_compiled": None}
     others = {"hf": {"dynamic": None, "static": None}, "xt": {"loop": None}}
 
     def fake_turns(things, rounds, device):
@@ -390,6 +391,8 @@ def test_ratios_of_peers_by_hand(monkeypatch):
     assert found["hf_tokens"] == found["static_tokens"] == 16  # its quickest way
     assert found["dynamic_tokens"] == 8 and found["soft_tokens"] == 2
     assert found["soft_tokens_over_hf"] == 1 / 8 and found["soft_tokens_over_xt"] == 0.5
+    assert found["soft_compiled_tokens_over_hf"] == 4 and found["soft_compiled_tokens"] == 64
+    assert found["soft_compiled_tokens_over_dynamic"] == 8
     assert found["soft_token_over_standard"] == 16
 
 
@@ -408,7 +411,7 @@ def test_a_peer_has_equal_parameters_and_does_its_work(name):
     other.model.eval()
     read = []  # positions of each call of its first matrix: one per token, so its cache is used
     matrix = next(m for m in other.model.modules() if isinstance(m, nn.Linear))
-    ways = other.decoders(idx[:1, :8], idx[:1, 8:])
+    ways = other.decoders(idx[:1, :8], idx[:1, 8:], compiling=False)
     matrix.register_forward_hook(lambda module, given, y: read.append(y[..., 0].numel()))
     for way in [way for way in ways if "generate" not in way]:
         for _ in range(2):  # the second time does the same

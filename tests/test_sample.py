@@ -256,6 +256,36 @@ def test_three_blocks_of_greedy_text_equal_the_naive_ones(run_main, trained, mod
         assert (shown in err) == (length > BLOCK) and err.count("\n") == 1 + (length > BLOCK)
 
 
+def test_compiled_blocks_write_the_same_texts_by_a_few_graphs(run_main, tmp_path, monkeypatch):
+    """As many graphs for four layers as for two, though the cache grows with every token."""
+    graphs = []
+
+    def back_end(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def compile_blocks(blocks, device) -> bool:
+        torch._dynamo.reset()
+        for block in blocks:
+            block.compile(backend=back_end)
+        return True
+
+    monkeypatch.setattr(sample_file, "compile_blocks", compile_blocks)
+    counts = []
+    for n_layer in (2, 4):
+        folder = tmp_path / str(n_layer)
+        make_checkpoint(folder, n_layer=n_layer)
+        flags = ("--prompt=abcde", f"--max_new_tokens={3 * BLOCK}")
+        eager = run_main(*flags, run=str(folder))[0]
+        assert not graphs
+        compiled = run_main(*flags, "--compile", run=str(folder))[0]
+        speed = r"[\d,]+ tokens/s"
+        assert re.sub(speed, "", compiled) == re.sub(speed, "", eager)
+        counts.append(len(graphs))
+        graphs.clear()
+    assert counts == [3, 3]  # one for the prompt, one for a token, one for any number of tokens
+
+
 @pytest.mark.parametrize("passes", [2, 5])
 def test_prefill_passes_reach_fused(run_main, trained, passes):
     prompt, model = prompt_of(BLOCK), trained[1]
