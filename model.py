@@ -1,17 +1,22 @@
 """A full-bandwidth transformer: a GPT whose top hidden state returns to its input.
 
 arXiv:2608.08888; equation numbers are the paper's. Read from top to bottom: the settings, the
-fusion (the only new parameters), an ordinary small decoder, then the method itself in `GPT`.
+fusion (the only new parameters), an ordinary small decoder, then the method itself in `GPT`, and
+the few functions that it calls.
 
     e_t   the embedding of token t
-    u_t   what the stack is fed: e_t itself (plain), or e_t (x) h_{t-1}, the fusion of the two
+    u_t   what the stack is fed: e_t itself (plain), or e_t (x) h_{t-1}, the fusion of the two,
+          which the paper calls latent feedback; the first position has no state before it and
+          stays plain
     h_t   what the stack returns, after the last norm: exactly what the LM head reads
 
 u_t needs h_{t-1}, so the exact recurrence is sequential, one token after the other, as in decoding.
 Training approximates it by K parallel passes over all tokens. Pass 1 is a plain GPT. In pass k each
-position t is fed e_t fused with the state that pass k-1 gave position t-1; its result is h^(k).
+position t is fed e_t fused with the state that pass k-1 gave position t-1; the states that pass k
+returns are h^(k).
 
-`DEVIATION:` marks where the code departs from the paper or fills in what the paper leaves open.
+`DEVIATION:` marks where the code departs from the paper or fills in what the paper leaves open. An
+addition of ours says so where it stands.
 
 Shapes: B rows, T positions, D = n_embd channels, L blocks, V symbols, H query heads, H_kv key and
 value heads, D_h channels in a head. e, u and h are (B, T, D) each.
@@ -31,8 +36,8 @@ from torch.utils.checkpoint import checkpoint
 # Settings
 
 FusionKind = Literal["gated", "add", "concat", "residual", "gated_residual", "none"]
-# How to decode. standard: without feedback; soft: with feedback for the generated tokens; fused:
-# for the prompt's tokens too.
+# How to decode. standard: every token enters plain; soft: the prompt plain, generated tokens fused;
+# fused: the prompt fused too.
 Mode = Literal["standard", "soft", "fused"]
 
 
@@ -54,7 +59,7 @@ class GPTConfig:
     head_dim: int = _setting(0, "channels in a head, an even number; 0: n_embd / n_head")
     n_hidden: int = _setting(0, "width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 32")
     dropout: float = _setting(0.0, "dropout on the residual branches")
-    fusion: FusionKind = _setting("gated", ", ".join(get_args(FusionKind)) + " (a plain GPT)")
+    fusion: FusionKind = _setting("gated", ", ".join(get_args(FusionKind)) + "; none: a plain GPT")
     window: int = _setting(0, "tokens that a position attends to, itself included; 0: all")
     window_every: int = _setting(0, "with a window, every n-th layer attends to all; 0: none does")
     rope_base: float = _setting(10000.0, "base of the rotary frequencies")
@@ -71,14 +76,14 @@ class GPTConfig:
         for name in ("vocab_size", "n_layer", "n_head", "n_embd"):
             require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("n_kv_head", "head_dim", "n_hidden", "window", "window_every"):
-            require(name, getattr(self, name) >= 0, "positive, or 0 for its default")
+            require(name, getattr(self, name) >= 0, "positive, or 0; --help tells what 0 means")
         require("block_size", self.block_size >= 2, "at least 2")
-        # Rotary positions rotate pairs of channels, so every head needs an even number of them.
+        # Rotary positions turn pairs of channels, so every head needs an even number of them.
         require("head_dim", self.head_dim % 2 == 0, "even")
         divides = self.head_dim > 0 or self.n_embd % (2 * self.n_head) == 0
         require("n_embd", divides, f"a multiple of 2 n_head = {2 * self.n_head} (or set head_dim)")
-        grouped = self.n_head % self.kv_heads == 0
-        require("n_kv_head", grouped, f"a divisor of n_head={self.n_head}, or 0 for n_head itself")
+        groups = self.n_head % self.kv_heads == 0
+        require("n_kv_head", groups, f"a divisor of n_head={self.n_head}, or 0 for n_head itself")
         require("window_every", self.window > 0 or not self.window_every, "0 without a window")
         require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
         require("rope_base", 0 < self.rope_base < math.inf, "positive and finite")
@@ -112,7 +117,8 @@ class Feedback:
 
     jitter: float = 0.0  # sigma of Eq. (11): h + Uniform[-sigma, sigma]; 0.02 in the paper
     detach: bool = False  # cut the gradient from a pass to the one before it (an ablation)
-    mixin: bool = False  # prefix mixin: keep a random prefix of each row plain, like a prompt
+    # Prefix mixin: a random prefix of each row stays plain, like a prompt; see prefix_mask.
+    mixin: bool = False
 
 
 # --------------------------------------------------------------------------------------------------
@@ -123,8 +129,8 @@ def init_weights(module: nn.Module) -> None:
     """DEVIATION: the paper does not give its initialisation; this one is ours.
 
     A matrix has the standard deviation fan_in^-1/2, so that what goes in and what comes out have
-    about the same size. The embedding is also the LM head, and small: at the widths of a laptop
-    the first predictions are then nearly uniform, and the first loss is near ln V.
+    about the same size. The embedding doubles as the LM head, so it starts small: at the widths
+    that a laptop trains, the first predictions are nearly uniform, and the first loss is near ln V.
     """
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=module.in_features**-0.5)
@@ -137,11 +143,12 @@ class Fusion(nn.Module):
 
     gated            (W_H h) * sigmoid(W_G norm(e))                  Eq. (4), the paper's
     add              W_H h + W_G norm(e)                             in the paper's ablation
-    concat           W_R [h; norm(e)]                                the same functions as add
+    concat           W_R [h; norm(e)]                                in it too: add's functions
     residual         e + rms(e) * W_H h                              ours, not the paper's
     gated_residual   e + rms(e) * (W_H h) * sigmoid(W_G norm(e))     ours, not the paper's
 
-    norm is `GPT.input_norm`, which the fusion shares with the stack. rms(e) is the root mean square
+    norm is `GPT.input_norm`, which the fusion shares with the stack (the identity with
+    input_norm=False). rms(e) is the root mean square
     of a token's channels; it scales W_H h to the size of e. The residual kinds begin with W_H = 0:
     before the first optimiser step u is e, so that every pass is the plain model.
 
@@ -226,12 +233,12 @@ class KVCache:
 
     @property
     def k(self) -> Tensor:
-        """A copy of all keys, (L, B, H_kv, block_size, D_h)."""
+        """A copy of all keys, (L, B, H_kv, block_size, D_h), for tests and measurements."""
         return torch.stack([layer.k for layer in self.layers])
 
     @property
     def v(self) -> Tensor:
-        """A copy of all values, (L, B, H_kv, block_size, D_h)."""
+        """A copy of all values, (L, B, H_kv, block_size, D_h), for tests and measurements."""
         return torch.stack([layer.v for layer in self.layers])
 
 
@@ -269,7 +276,9 @@ class Attention(nn.Module):
             v = v[:, :, -self.window :]  # (B, H_kv, at most window, D_h)
         mask = self.visible(T, k.size(2), x.device)
         causal = False
-        if mask is None and T > 1:  # an `if`: it settles a T that the compiler keeps as a symbol
+        # An `if`, because torch.compile may keep T as a symbol, and then `T > 1` is one as well,
+        # where scaled_dot_product_attention wants a bool. Branching on it makes it one.
+        if mask is None and T > 1:
             causal = True
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped
@@ -280,10 +289,12 @@ class Attention(nn.Module):
     def visible(self, T: int, n_keys: int, device: torch.device) -> Tensor | None:
         """Which of n_keys keys each of the last T positions sees, (T, n_keys) bool.
 
-        None where no mask has to be written out: for one token, which sees all keys, and for the
-        plain causal triangle, which scaled_dot_product_attention knows by itself.
+        None where no mask has to be written out: for one token, which sees all keys that `forward`
+        has left it, and for the plain causal triangle, which scaled_dot_product_attention knows by
+        itself.
         """
-        triangle = T == n_keys and not 0 < self.window < T
+        windowed = 0 < self.window < T
+        triangle = T == n_keys and not windowed
         if T == 1 or triangle:
             return None
         query = torch.arange(n_keys - T, n_keys, device=device)[:, None]  # (T, 1)
@@ -310,9 +321,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + a attn(norm(x)), then x + a mlp(norm(x)).
 
-    DEVIATION: a = 1/sqrt(2L), our choice; the paper scales by depth without giving the factor. It
-    keeps the residual from growing with depth, so that the input u remains a fair share of it. The
-    paper has further norms behind each branch, and a gate per head; see results/README.md.
+    DEVIATION: a = 1/sqrt(2L), our choice; the paper scales by depth without giving the factor. This
+    a keeps the residual stream from growing with depth, so that the input u remains a fair share of
+    it. The paper also has a norm after each branch and a gate on each attention head, which are
+    left out here; see results/README.md.
     """
 
     def __init__(self, config: GPTConfig, layer: int):
@@ -344,7 +356,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)  # also the LM head (tied)
-        # Shared by the stack and the fusion, so that plain and fused inputs have the same scale.
+        # The stack applies it to every u, so that plain and fused inputs have the same scale. The
+        # fusion reads e through the same norm.
         norm = nn.RMSNorm(config.n_embd, config.eps)
         self.input_norm = norm if config.input_norm else nn.Identity()
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
@@ -352,7 +365,7 @@ class GPT(nn.Module):
         self.apply(init_weights)
         # The fusion comes last, so that a plain GPT of the same seed has the same other weights.
         self.fusion = None if config.fusion == "none" else Fusion(config.n_embd, config.fusion)
-        # Training only: keep no more than the input of each block and of the loss, and compute
+        # Set by the trainer: keep no more than the input of each block and of the loss, and compute
         # the rest again in the backward pass. Less memory, more time, the same gradients.
         self.recompute = False
         self.rope_table: tuple[Tensor, Tensor] | None = None  # made by `rope`
@@ -366,8 +379,9 @@ class GPT(nn.Module):
     def stack(self, u: Tensor, cache: KVCache | None = None) -> Tensor:
         """h = f(u; cache), Eq. (3): inputs (B, T, D) -> top states (B, T, D).
 
-        With a cache, u continues what it holds and is appended to it. A completely full cache
-        slides first; ValueError for inputs that would overrun one that is partly filled.
+        With a cache, u continues what it holds and is appended to it. A full cache makes room
+        first: decoding feeds single tokens, so it meets a cache that is exactly full. ValueError
+        for inputs that would overrun a cache that is partly filled.
         """
         if cache is not None and cache.length == self.config.block_size:
             self.slide(cache)
@@ -404,7 +418,7 @@ class GPT(nn.Module):
     def rope(self, start: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and signed sin, (T, 1, D_h) each, of the angles of positions start..end-1.
 
-        Computed once. Not a buffer, so that model.bfloat16() leaves the angles in float32.
+        Computed once per device. Not a buffer, so that model.bfloat16() leaves them in float32.
         """
         if self.rope_table is None or self.rope_table[0].device != device:
             d_head = self.config.d_head
@@ -422,14 +436,15 @@ class GPT(nn.Module):
         return cos[start:end], sin[start:end]
 
     def slide(self, cache: KVCache) -> None:
-        """Makes room: re-runs the stack over the last half block of the inputs actually fed.
+        """Makes room: keeps the last block_size // 2 inputs u, and re-runs the stack over them.
 
-        DEVIATION: the paper does not say what happens past block_size. The kept inputs are not
-        computed anew: the first of them stays fused, and still carries what was dropped.
+        They get the positions 0, 1, ... DEVIATION: the paper does not say what happens past
+        block_size. The kept inputs are not computed anew: one that was fused stays fused, and
+        still carries what it knows of the dropped tokens.
         """
         half = self.config.block_size // 2
         recent = cache.u[:, cache.length - half : cache.length]  # (B, block_size/2, D)
-        cache.length = 0
+        cache.length = 0  # so that `stack`, which called this, does not call it again
         self.stack(recent, cache)
 
     def maybe_recompute(self, part: Callable[..., Tensor], *inputs) -> Tensor:
@@ -485,8 +500,8 @@ class GPT(nn.Module):
     ) -> list[Tensor]:
         """[h^(1), ..., h^(k)], (B, T, D) each, of tokens (B, T).
 
-        In eval mode h^(k) is exact at positions 1..k: there it equals the sequential recurrence.
-        Jitter, mixin and dropout act in training only.
+        In eval mode h^(k) is exact at the first k positions: there it equals the sequential
+        recurrence. Jitter, mixin and dropout act in training only.
         """
         e = self.embed(idx)
         states = [self.stack(e)]  # Eq. (7)
@@ -503,8 +518,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Tokens and next tokens (B, T) -> NLL^(1), ..., NLL^(k), shape (k,), in nats per token.
 
-        Targets of -1 are left out. All K passes run in this one call, so that DDP, which wraps it,
-        sees one forward and one backward.
+        `objective` combines them. Targets of -1 are left out. All K passes run in this one call, so
+        that DDP, which wraps it, sees one forward and one backward.
         """
         n_targets = (targets != -1).sum()
         losses = []
@@ -520,10 +535,11 @@ class GPT(nn.Module):
     ) -> tuple[KVCache, Tensor]:
         """The KV cache of tokens (B, T) and their states h (B, T, D), by k parallel passes.
 
-        From tokens alone it rebuilds the cache that decoding them one by one would have left. The
-        first n_plain positions are plain (the very first always is), the others fused. k = 1 is
-        ordinary prefill. With tol > 0 the passes stop early, once ||h^(k) - h^(k-1)|| <= tol
-        ||h^(k)|| over the fused positions of every row; `cache.passes` tells how many were run.
+        From tokens alone it approximates the cache that decoding them one by one would have left.
+        The first n_plain positions are plain (the very first always is), the others fused; k passes
+        are exact at the plain ones and the k - 1 after them. k = 1 is ordinary prefill. With
+        tol > 0 (ours, not the paper's) the passes stop early, once ||h^(k) - h^(k-1)|| <= tol
+        ||h^(k)|| over the fused positions in every row; `cache.passes` tells how many were run.
         """
         e = self.embed(idx)
         plain = torch.arange(idx.size(1), device=idx.device) < n_plain  # (T,)
@@ -535,10 +551,11 @@ class GPT(nn.Module):
             h_before = h
             h = self.stack(self.next_inputs(h_before, e, plain), cache)  # Eqs. (8)-(9)
             cache.passes += 1
-            if tol:
-                fused = h[:, n_plain:]  # (B, T - n_plain, D)
-                change = (fused - h_before[:, n_plain:]).norm(dim=(1, 2))  # (B,)
-                if (change <= tol * fused.norm(dim=(1, 2))).all():
+            if tol > 0:
+                first = max(n_plain, 1)  # the first fused position
+                h_fused = h[:, first:]  # (B, T - first, D)
+                change = (h_fused - h_before[:, first:]).norm(dim=(1, 2))  # (B,)
+                if (change <= tol * h_fused.norm(dim=(1, 2))).all():
                     break
         return cache, h
 
@@ -546,16 +563,17 @@ class GPT(nn.Module):
     def prefill(
         self, idx: Tensor, mode: Mode, prefill_passes: int = 1, tol: float = 0.0
     ) -> tuple[KVCache, Tensor]:
-        """Reads the prompt (B, T), of a long one the last block_size tokens.
+        """Reads the prompt (B, T), or its last block_size tokens where it is longer.
 
         Returns its cache and its last state (B, 1, D). Standard and Soft read it in one plain pass;
-        Fused adds `prefill_passes` fused ones, or fewer once `tol` is reached.
+        Fused adds `prefill_passes` fused ones, or fewer once `tol` is reached. A prompt that fills
+        the block is cut to half of it by the first decoding step (`slide`).
         """
         if mode not in get_args(Mode):
             raise ValueError(f"mode={mode!r} must be one of {', '.join(get_args(Mode))}")
         if mode != "standard" and self.fusion is None:
             raise ValueError(f"mode={mode!r} needs a fusion; this model has fusion=none")
-        if prefill_passes < 1:
+        if mode == "fused" and prefill_passes < 1:
             raise ValueError(
                 f"prefill_passes={prefill_passes} must be at least 1; use mode=soft for none"
             )
@@ -589,7 +607,8 @@ class GPT(nn.Module):
 
         A pair is a token (B,) and its log-probability (B,), which is the model's own, whatever
         `pick` does. pick: logits (B, V) -> tokens (B,), the likeliest by default; see `sampler`.
-        options: those of `prefill`. For a model in eval mode; errors come with the first pair.
+        options: those of `prefill`. For a model in eval mode. This is a generator, so that a wrong
+        option is refused at the first `next`.
         """
         pick = pick or greedy
         cache, h = self.prefill(idx, mode, **options)
@@ -611,9 +630,10 @@ def objective(losses: Tensor, lam: float = 1.0) -> Tensor:
 def prefix_mask(n_rows: int, n_positions: int, device: torch.device | None = None) -> Tensor:
     """Which positions prefix mixin keeps plain: the first p of each row, (B, T) bool.
 
+    Drawn afresh for each row in every pass.
     DEVIATION: p is uniform in 1..T-1; the paper leaves its distribution open.
     """
-    high = max(n_positions, 2)  # of one position, too, randint needs a range
+    high = max(n_positions, 2)  # with T = 1, too, randint needs a range that is not empty
     p = torch.randint(1, high, (n_rows, 1), device=device)  # (B, 1)
     return torch.arange(n_positions, device=device) < p  # (B, T)
 
@@ -634,7 +654,9 @@ def sampler(
     global generator. ValueError for a negative setting.
     """
     if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature={temperature} must be positive, or 0 for the likeliest")
+        raise ValueError(
+            f"temperature={temperature} must be positive and finite, or 0 for the likeliest"
+        )
     if top_k < 0:
         raise ValueError(f"top_k={top_k} must be positive, or 0 for all symbols")
     if temperature == 0:
