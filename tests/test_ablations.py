@@ -77,8 +77,8 @@ def stop_at(monkeypatch, step: int, number: int = signal.SIGINT) -> None:
 
 def test_every_sweep_has_the_plain_models_and_its_arms():
     names = {"detach", "warmup", "interleave", "fusion", "jitter", "passes", "mixin"}
-    assert set(SWEEPS) == names | {"lambda", "depth"}
-    for name in SWEEPS.keys() - {"depth"}:
+    assert set(SWEEPS) == names | {"lambda", "depth", "window"}
+    for name in SWEEPS.keys() - {"depth", "window"}:
         assert SWEEPS[name].arms[PLAIN_ARM] == {"fusion": "none", "pass_mix": (1.0,)}
         assert SWEEPS[name].arms[EQUAL_ARM]["equal_parameters"]
     kinds = [kind for kind in get_args(FusionKind) if kind != "none"]
@@ -96,6 +96,8 @@ def test_every_sweep_has_the_plain_models_and_its_arms():
     assert {series for series, _ in SWEEPS["depth"].arms} == {
         "plain", "plain, equal parameters", "gated", "residual"
     }  # fmt: skip
+    windows = {x: arm["window"] for (_, x), arm in SWEEPS["window"].arms.items()}
+    assert windows == {1: 1, 4: 4, 16: 16, "all": 0}
     detached = SWEEPS["detach"].arms["detached", 0.75]
     assert detached == {"pass_mix": (0.75, 0.0, 0.25), "detach": True}
     warmup = SWEEPS["warmup"].arms
@@ -121,6 +123,9 @@ def test_what_an_arm_is_compared_with():
     assert depth.baseline_of(("gated", 8)) == ("plain, equal parameters", 8)
     assert depth.baseline_of(("plain", 8)) == ("plain, equal parameters", 8)
     assert depth.control_of(("residual", 8)) == ("gated", 8)
+    window = SWEEPS["window"]
+    assert window.baseline_of(("gated", 4)) == ("plain, equal parameters", 4)
+    assert window.control_of(("residual", "all")) == ("gated", "all")
     warmup = SWEEPS["warmup"]
     assert warmup.baseline_of(("equal computation", "plain")) == EQUAL_ARM
     assert warmup.control_of(("equal computation", "plain")) is None
@@ -218,14 +223,14 @@ def test_every_arm_is_a_run_of_its_own_and_equal_arms_are_one(data, tmp_path):
         ("warmup", ("equal steps", 0.0)), ("warmup", ("equal computation", 0.0)),
         ("fusion", ("lambda 1, 3 passes", "gated")), ("jitter", ("", "0.02")),
         ("passes", ("", "3")), ("mixin", ("", "0")), ("lambda", ("gated", 1.0)),
-        ("depth", ("gated", 2)),
+        ("depth", ("gated", 2)), ("window", ("gated", "all")),
     ]  # fmt: skip
     assert all(made[arm] == base for arm in same)
     # 2 plain ones; 8 of detach; of warmup 5 more at equal computation; 2 interleaved; 14 more
     # fusions; 2 jitters; 4 mixes of passes; 2 shares of mixin; 4 more lambdas (1 and 4 are among
-    # the fusions); 3 more depths of 4 kinds
+    # the fusions); 3 more depths of 4 kinds; 3 windows of 4 kinds
     folders = {spec.train.out_dir for spec in made.values()}
-    assert len(folders) == 2 + 8 + 5 + 2 + 14 + 2 + 4 + 2 + 4 + 12
+    assert len(folders) == 2 + 8 + 5 + 2 + 14 + 2 + 4 + 2 + 4 + 12 + 12
     assert made["warmup", ("equal computation", 0.5)].train.max_iters == 300
     assert "detach=true" in made["detach", ("detached", 0.5)].train.out_dir
     shutil.copytree(data, tmp_path / "same")
@@ -483,7 +488,7 @@ def test_the_dots_are_differences_with_their_intervals(half):
     assert staged.get_title() == "staged"
 
 
-def test_the_frontier_and_the_depths_are_drawn_against_numbers():
+def test_the_frontier_and_the_lines_are_drawn_against_numbers():
     from matplotlib.figure import Figure
 
     sweep = SWEEPS["lambda"]
@@ -499,8 +504,10 @@ def test_the_frontier_and_the_depths_are_drawn_against_numbers():
     figure = Figure()
     pictures.draw(figure, sweep, results)
     lines = {line.get_label(): line for line in figure.axes[0].lines}
-    assert lines["residual: Soft"].get_xydata().tolist() == [[x, x + 1] for x in (1, 2, 4, 8)]
-    assert lines["plain"].get_xydata().tolist() == [[x, x] for x in (1, 2, 4, 8)]
+    assert lines["residual: Soft"].get_xydata().tolist() == [[0, 2], [1, 3], [2, 5], [3, 9]]
+    assert lines["plain"].get_xydata().tolist() == [[0, 1], [1, 2], [2, 4], [3, 8]]
+    figure.canvas.draw()
+    assert [text.get_text() for text in figure.axes[1].get_xticklabels()] == ["1", "2", "4", "8"]
 
 
 # What is measured of a run

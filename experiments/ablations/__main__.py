@@ -4,7 +4,8 @@
     python -m experiments.ablations all --preset=quick --seeds=1      to see that they run
     python -m experiments.ablations fusion --train=false              report what is finished
 
-SWEEP is one of detach, warmup, interleave, fusion, jitter, passes, mixin, lambda, depth, or all.
+SWEEP is one of detach, warmup, interleave, fusion, jitter, passes, mixin, lambda, depth, window, or
+all.
 Runs go to out/ablations/PRESET. Finished ones are not repeated, interrupted ones continue, and
 sweeps share what they have in common. Each sweep prints two tables and writes ablations/SWEEP.json
 and .png. Losses are in nats per token, on evenly spaced windows of the validation split; means
@@ -26,7 +27,8 @@ is of that difference alone, not corrected for how many stand side by side. A * 
 survive Holm's correction over their table.
 
 In `depth`, models of 1, 2, 4 and 8 layers have equal parameters: n_embd shrinks as layers are
-added, to the nearest multiple of 2 n_head, and n_hidden makes up for the rest.
+added, to the nearest multiple of 2 n_head, and n_hidden makes up for the rest. In `window`, an arm
+is compared with the plain model of the same window.
 """
 
 import sys

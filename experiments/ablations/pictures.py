@@ -23,8 +23,8 @@ def draw(figure, sweep: Sweep, results: dict[Arm, dict]) -> None:
     """A sweep's picture."""
     if sweep.picture == "frontier":
         draw_frontier(figure, results)
-    elif sweep.picture == "depth":
-        draw_depth(figure, sweep, results)
+    elif sweep.picture == "lines":
+        draw_lines(figure, sweep, results)
     else:
         draw_dots(figure, results)
 
@@ -147,27 +147,29 @@ def draw_frontier(figure, results: dict[Arm, dict]) -> None:
     axes.legend(fontsize=LETTERS)
 
 
-def draw_depth(figure, sweep: Sweep, results: dict[Arm, dict]) -> None:
-    """The loss as decoded, and its difference to plain, equal parameters, against the layers."""
+def draw_lines(figure, sweep: Sweep, results: dict[Arm, dict]) -> None:
+    """The loss as decoded, and its difference to plain, equal parameters: a line per series.
+
+    The values of x stand at equal distances.
+    """
     figure.set_size_inches(7, 6.4)
     losses, differences = figure.subplots(2, 1, sharex=True)
+    ticks = list(dict.fromkeys(x for _, x in results))
     for number, series in enumerate(dict.fromkeys(series for series, _ in results)):
         arms = [arm for arm in results if arm[0] == series]
         feedback = len(results[arms[0]]["losses"]) > 1
         mode = "Soft" if feedback else "Standard"
-        layers = [arm[1] for arm in arms]
+        places = [ticks.index(arm[1]) for arm in arms]
         name = f"{series}: Soft" if feedback else series
         look = {"marker": MARKERS[mode], "color": f"C{number}", "linewidth": 1.2, "label": name}
-        losses.plot(layers, [results[arm]["means"][mode] for arm in arms], **look)
+        losses.plot(places, [results[arm]["means"][mode] for arm in arms], **look)
         paired = [results[arm]["to plain, equal parameters"].get(mode) for arm in arms]
-        known = [(x, pair) for x, pair in zip(layers, paired, strict=True) if pair is not None]
+        known = [(x, pair) for x, pair in zip(places, paired, strict=True) if pair is not None]
         means = [pair["mean"] for _, pair in known]
         bars = np.array([pair["interval"] for _, pair in known], float)  # NaN: no interval
         differences.errorbar([x for x, _ in known], means, bars, capsize=3, **look)
     differences.axhline(0, color="black", linestyle="--", linewidth=1)
-    ticks = sorted({arm[1] for arm in results})
-    differences.set_xscale("log", base=2)
-    differences.set_xticks(ticks, [str(tick) for tick in ticks])
+    differences.set_xticks(range(len(ticks)), [str(tick) for tick in ticks])
     differences.set_xlabel(sweep.x)
     losses.set_ylabel(LOSS)
     differences.set_ylabel("minus plain, equal parameters")

@@ -15,6 +15,7 @@ KINDS = tuple(kind for kind in get_args(FusionKind) if kind != "none")
 RATIOS = (0.0, 0.25, 0.5, 0.75)
 LAMBDAS = (0.3, 1.0, 4.0, 12.0)
 DEPTHS = (1, 2, 4, 8)
+WINDOWS = (1, 4, 16, 0)  # tokens that a layer attends to; 0: all
 
 Arm = tuple[str, float | str]  # (series, x): how tables and pictures name an arm
 
@@ -57,7 +58,7 @@ class Sweep:
     x: str  # what the second part of an arm's name is
     arms: dict[Arm, dict]
     control: Literal["series", "x"] = "series"  # what an arm is compared with besides plain
-    picture: Literal["dots", "frontier", "depth"] = "dots"
+    picture: Literal["dots", "frontier", "lines"] = "dots"
     extra: tuple[str, ...] = ()  # more columns, of compare.levels
 
     def baseline_of(self, arm: Arm) -> Arm:
@@ -134,6 +135,17 @@ def depth_arms() -> dict[Arm, dict]:
     return arms
 
 
+def window_arms() -> dict[Arm, dict]:
+    arms = {}
+    for window in WINDOWS:
+        x = window or "all"
+        arms[PLAIN_ARM[1], x] = PLAIN | {"window": window}
+        arms[EQUAL_ARM[1], x] = EQUAL | {"window": window}
+        for kind in ("gated", "residual"):
+            arms[kind, x] = staged(0) | {"window": window, "fusion": kind}
+    return arms
+
+
 SWEEPS = {
     "detach": Sweep("warmup ratio", BASELINES | detach_arms(), control="x"),
     "warmup": Sweep("warmup ratio", BASELINES | warmup_arms()),
@@ -167,5 +179,8 @@ SWEEPS = {
         extra=("start", "rest"),
     ),
     "lambda": Sweep("lambda", BASELINES | lambda_arms(), control="x", picture="frontier"),
-    "depth": Sweep("layers", depth_arms(), control="x", picture="depth"),
+    "depth": Sweep("layers", depth_arms(), control="x", picture="lines"),
+    "window": Sweep(
+        "tokens that a layer attends to", window_arms(), control="x", picture="lines"
+    ),
 }
