@@ -208,28 +208,35 @@ def rows_of(results: list[dict], names: list[str], gaps: tuple[int, ...]) -> lis
 
 
 def draw(figure, results: list[dict], names: list[str], gaps: tuple[int, ...]) -> None:
-    """Accuracy against mean gap, a series per arm: after 32 and after 128 moves."""
-    figure.set_size_inches(7, 7)
-    panels = figure.subplots(2, 1, sharex=True)
-    for panel, moves in zip(panels, AFTER[1:], strict=True):
+    """Accuracy against the moves since the look: a panel per mean gap, a colour per arm.
+
+    Thick lines are means over seeds, thin ones the seeds.
+    """
+    figure.set_size_inches(7, 1.6 + 2.4 * len(gaps))
+    panels = figure.subplots(len(gaps), 1, sharex=True, squeeze=False)[:, 0]
+    moves = range(1, max(AFTER) + 1)
+    for panel, gap in zip(panels, gaps, strict=True):
         for number, name in enumerate(names):
-            done = [gap for gap in gaps if len(values_of(results, name, gap, moves))]
-            values = [values_of(results, name, gap, moves) for gap in done]
-            color = "black" if name == "plain" else f"C{(number - 1) // 2}"
-            style = "-" if "staged" in name else "--"
-            apart = 1.03 ** (number - (len(names) - 1) / 2)
-            at = np.array(done) * apart
-            means = [accuracy.mean() for accuracy in values]
-            panel.plot(at, means, style, marker="o", ms=6, lw=1.2, color=color, label=name)
-            for x, accuracy in zip(at, values, strict=True):
-                panel.plot(np.full(len(accuracy), x), accuracy, ".", ms=4, color=color)
+            chosen = [run for run in results if (run["arm"], run["gap"]) == (name, gap)]
+            if not chosen:
+                continue
+            accuracies = np.array([run["accuracy"] for run in chosen])  # (seeds, moves)
+            color = "black" if name == "plain" else f"C{number - 1}"
+            style = "-" if "staged" in name or name == "plain" else "--"
+            panel.plot(moves, accuracies.mean(0), style, lw=1.8, color=color, label=name)
+            if len(chosen) > 1:
+                panel.plot(moves, accuracies.T, style, lw=0.5, color=color)
         panel.axhline(CHANCE, color="gray", lw=1, label="chance")
-        panel.set(ylabel=f"accuracy after {moves} moves", ylim=(0, 1.04))
-    panels[1].set_xscale("log", base=2)
-    panels[1].set_xticks(gaps, [str(gap) for gap in gaps])
-    panels[1].minorticks_off()
-    panels[1].set(xlabel="mean gap of the text trained on (moves)")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+        panel.set(ylabel="accuracy", ylim=(0, 1.04), title=f"mean gap {gap} in training")
+    panels[-1].set_xscale("log", base=2)
+    ticks = [2**n for n in range(8)]
+    panels[-1].set_xticks(ticks, [str(tick) for tick in ticks])
+    panels[-1].set(xlabel="moves since the look")
+    lines = {}
+    for panel in panels:
+        for line, name in zip(*panel.get_legend_handles_labels(), strict=True):
+            lines.setdefault(name, line)
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3)
 
 
 def main(argv: list[str]) -> int:

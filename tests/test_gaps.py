@@ -131,9 +131,11 @@ def test_the_experiment_trains_and_measures_each_run_once(
     assert [row[1] for row in rows] == arms
     gated = numbers["runs"][1]["accuracy"]
     assert rows[1][2:] == [f"{gated[n - 1]:.2f}" for n in (1, 32, 128)]
-    above, below = figures[0].axes
-    assert lines_of(above)["gated"][1] == [gated[31]]
-    assert lines_of(below)["gated"][1] == [gated[127]]
+    (panel,) = figures[0].axes
+    assert panel.get_title() == "mean gap 4 in training"
+    moves, accuracy = lines_of(panel)["gated"]
+    assert list(moves) == list(range(1, 129)) and list(accuracy) == gated
+    assert lines_of(panel).keys() == {*arms, "chance"}
 
     assert len(in_this_process) == 5
     again = run_experiment(gaps, "", tmp_path, *words, "--device=cpu")
