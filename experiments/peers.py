@@ -361,6 +361,7 @@ def compare(rounds: int, compiling: bool, device: torch.device) -> dict[str, dic
     peers = installed_peers()
     measured = {}
     for shape in SHAPES:
+        torch.compiler.reset()  # the compiler keeps a few graphs per function, of all shapes
         measured[shape.name] = measure(shape, peers, rounds, compiling, device)
         print(f"{shape.name}: measured", file=sys.stderr, flush=True)
     print("Milliseconds per training step, tokens per second of one row:\n")
