@@ -539,7 +539,8 @@ class GPT(nn.Module):
         The first n_plain positions are plain (the very first always is), the others fused; k passes
         are exact at the plain ones and the k - 1 after them. k = 1 is ordinary prefill. With
         tol > 0 (ours, not the paper's) the passes stop early, once ||h^(k) - h^(k-1)|| <= tol
-        ||h^(k)|| over the fused positions in every row; `cache.passes` tells how many were run.
+        ||h^(k)|| after the first n_plain positions, in every row; `cache.passes` tells how many
+        were run.
         """
         e = self.embed(idx)
         plain = torch.arange(idx.size(1), device=idx.device) < n_plain  # (T,)
@@ -552,10 +553,9 @@ class GPT(nn.Module):
             h = self.stack(self.next_inputs(h_before, e, plain), cache)  # Eqs. (8)-(9)
             cache.passes += 1
             if tol > 0:
-                first = max(n_plain, 1)  # the first fused position
-                h_fused = h[:, first:]  # (B, T - first, D)
-                change = (h_fused - h_before[:, first:]).norm(dim=(1, 2))  # (B,)
-                if (change <= tol * h_fused.norm(dim=(1, 2))).all():
+                after = h[:, n_plain:]  # (B, T - n_plain, D): the states after the plain prompt
+                change = (after - h_before[:, n_plain:]).norm(dim=(1, 2))  # (B,)
+                if (change <= tol * after.norm(dim=(1, 2))).all():
                     break
         return cache, h
 

@@ -131,7 +131,7 @@ def stream_and_state(model, u) -> tuple[torch.Tensor, torch.Tensor]:
     x = normed(u, model.input_norm)
     depths = [x[:, -1]]
     for block in model.blocks:
-        x = block(x, model.rope(0, u.size(1), u.device), None)
+        x = block(x, model.rope(0, u.size(1), u.device), None, 0)
         depths.append(x[:, -1])
     return torch.stack(depths, dim=1), normed(depths[-1], model.output_norm)
 
