@@ -13,7 +13,7 @@ the shape of config/cups.toml, all at equal computation (token-passes):
 Each mean gap has a text of its own, of 20,000,000 characters. A run draws windows of it, 4.6
 million characters in all at most, so that nearly all it reads is new to it. A run's number is its
 accuracy after 1, 32 and 128 moves, decoded move by move in Soft (plain: in Standard), as in
-state_tracking.py; chance is 1/5. Points are runs, marks their mean over seeds.
+state_tracking.py; chance is 1/5. The picture has every move: thick lines are means over seeds.
 
 Texts go to out_dir/data, runs to out_dir/NAME; finished ones are not repeated, interrupted ones
 continue. A run that fails is named, and the table is of the others. Cost: a run reads 4.6 million
