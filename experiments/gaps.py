@@ -183,10 +183,10 @@ def measure(arm: Arm, settings: Settings) -> dict:
     }
 
 
-def values_of(results: list[dict], arm: str, gap: int, moves: int) -> np.ndarray:
-    """The accuracies (seeds,) of an arm's runs at one mean gap, after so many moves."""
-    chosen = [run for run in results if (run["arm"], run["gap"]) == (arm, gap)]
-    return np.array([run["accuracy"][moves - 1] for run in chosen])
+def accuracies_of(results: list[dict], arm: str, gap: int) -> np.ndarray:
+    """The accuracies (seeds, max(AFTER)) of an arm's runs at one mean gap, by moves."""
+    chosen = [run["accuracy"] for run in results if (run["arm"], run["gap"]) == (arm, gap)]
+    return np.array(chosen).reshape(len(chosen), max(AFTER))
 
 
 def rows_of(results: list[dict], names: list[str], gaps: tuple[int, ...]) -> list[list]:
@@ -194,11 +194,12 @@ def rows_of(results: list[dict], names: list[str], gaps: tuple[int, ...]) -> lis
     rows = []
     for gap in gaps:
         for name in names:
-            if not len(values_of(results, name, gap, 1)):
+            accuracies = accuracies_of(results, name, gap)
+            if not len(accuracies):
                 continue
             cells = []
             for moves in AFTER:
-                values = values_of(results, name, gap, moves)
+                values = accuracies[:, moves - 1]
                 cell = f"{values.mean():.2f}"
                 if len(values) > 1:
                     cell += f" ({values.min():.2f} to {values.max():.2f})"
@@ -217,14 +218,13 @@ def draw(figure, results: list[dict], names: list[str], gaps: tuple[int, ...]) -
     moves = range(1, max(AFTER) + 1)
     for panel, gap in zip(panels, gaps, strict=True):
         for number, name in enumerate(names):
-            chosen = [run for run in results if (run["arm"], run["gap"]) == (name, gap)]
-            if not chosen:
+            accuracies = accuracies_of(results, name, gap)
+            if not len(accuracies):
                 continue
-            accuracies = np.array([run["accuracy"] for run in chosen])  # (seeds, moves)
             color = "black" if name == "plain" else f"C{number - 1}"
             style = "-" if "staged" in name or name == "plain" else "--"
             panel.plot(moves, accuracies.mean(0), style, lw=1.8, color=color, label=name)
-            if len(chosen) > 1:
+            if len(accuracies) > 1:
                 panel.plot(moves, accuracies.T, style, lw=0.5, color=color)
         panel.axhline(CHANCE, color="gray", lw=1, label="chance")
         panel.set(ylabel="accuracy", ylim=(0, 1.04), title=f"mean gap {gap} in training")
