@@ -7,6 +7,7 @@ import random
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import torch
 
 from harness.configurator import build
 from model import GPTConfig
@@ -99,3 +100,29 @@ def small_preset(monkeypatch, tmp_path):
     for name in PRESETS:
         monkeypatch.setitem(PRESETS, name, str(file))
         monkeypatch.setitem(FEWEST, name, 200)
+
+
+@pytest.fixture
+def count_graphs(monkeypatch):
+    """count_graphs(script) -> the graphs that its --compile makes from then on.
+
+    The back end runs them as they are.
+    """
+
+    def count_graphs(script) -> list:
+        graphs = []
+
+        def back_end(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        def compile_blocks(blocks, device) -> bool:
+            torch._dynamo.reset()
+            for block in blocks:
+                block.compile(backend=back_end)
+            return True
+
+        monkeypatch.setattr(script, "compile_blocks", compile_blocks)
+        return graphs
+
+    return count_graphs

@@ -256,21 +256,9 @@ def test_three_blocks_of_greedy_text_equal_the_naive_ones(run_main, trained, mod
         assert (shown in err) == (length > BLOCK) and err.count("\n") == 1 + (length > BLOCK)
 
 
-def test_compiled_blocks_write_the_same_texts_by_a_few_graphs(run_main, tmp_path, monkeypatch):
+def test_compiled_blocks_write_the_same_texts_by_a_few_graphs(run_main, tmp_path, count_graphs):
     """As many graphs for four layers as for two, though the cache grows with every token."""
-    graphs = []
-
-    def back_end(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    def compile_blocks(blocks, device) -> bool:
-        torch._dynamo.reset()
-        for block in blocks:
-            block.compile(backend=back_end)
-        return True
-
-    monkeypatch.setattr(sample_file, "compile_blocks", compile_blocks)
+    graphs = count_graphs(sample_file)
     counts = []
     for n_layer in (2, 4):
         folder = tmp_path / str(n_layer)

@@ -826,31 +826,13 @@ def test_weights_that_are_not_finite_are_never_saved(start, copy_of, tiny_run, m
 # Compiling and recomputing
 
 
-@pytest.fixture
-def counted(monkeypatch) -> list:
-    """Compiles with a back end that runs the graphs as they are, and lists them."""
-    graphs = []
-
-    def back_end(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    def compile_blocks(blocks, device):
-        torch._dynamo.reset()
-        for block in blocks:
-            block.compile(backend=back_end)
-        return True
-
-    monkeypatch.setattr(trainer, "compile_blocks", compile_blocks)
-    return graphs
-
-
 def test_one_compilation_serves_all_passes_mixin_and_evaluation(
-    start, whole_run, tmp_path, counted
+    start, whole_run, tmp_path, count_graphs
 ):
+    graphs = count_graphs(trainer)
     start(**EVERYTHING, compile=True)
     passes = {line["passes"] for line in log(tmp_path / "run") if "passes" in line}
-    assert passes == {1, 2, 3} and len(counted) == 1
+    assert passes == {1, 2, 3} and len(graphs) == 1
     compiled, eager = load_checkpoint(tmp_path / "run"), load_checkpoint(whole_run)
     assert compiled["model"].keys() == eager["model"].keys()
     for name, weight in eager["model"].items():
