@@ -19,7 +19,7 @@ from conftest import QUICK, SHAPE
 
 import train as train_script
 from experiments.ablations import __main__ as ablations
-from experiments.ablations import arms, compare, pictures, runs
+from experiments.ablations import arms, compare, pictures, published, runs
 from experiments.ablations import spec as specs
 from experiments.ablations.shapes import equal_depth, equal_hidden, n_parameters
 from experiments.ablations.spec import Spec
@@ -382,6 +382,60 @@ def test_a_sweep_ends_in_tables_json_and_picture(words, tmp_path, capsys, monkey
         first[folder.name] = json.loads(lines[0])["val_losses"][0]
     mixins = {loss for name, loss in first.items() if "seed=2" in name and "n_hidden" not in name}
     assert len(mixins) == 1  # a seed: the same initial weights but the fusion's
+
+
+def test_published_runs_are_not_trained_again(words, tmp_path, capsys, monkeypatch):
+    assert ablations.main(["jitter", *words, "--seeds=1"]) == 0
+    first = json.loads((tmp_path / "results/ablations/jitter.json").read_text())
+    files = sorted((tmp_path / "results/ablations/runs").iterdir())
+    assert [file.stem for file in files] == sorted(
+        folder.name for folder in Path(tmp_path, "out/quick").iterdir()
+    )
+    no_jitter = next(file for file in files if file.name.startswith("jitter=0"))
+    no_jitter.unlink()
+
+    trained = []
+    train = runs.train
+
+    def counted(config, shape):
+        trained.append(config.jitter)
+        return train(config, shape)
+
+    monkeypatch.setattr(runs, "train", counted)
+    monkeypatch.setattr(
+        ablations, "take", lambda specs: published.take(specs, tmp_path / "results")
+    )
+    shutil.rmtree(tmp_path / "out")
+    capsys.readouterr()
+    assert ablations.main(["jitter", *words, "--seeds=1", "--published"]) == 0
+    assert "4 of 5 runs are taken" in capsys.readouterr().err
+    assert trained == [0.0]
+    again = json.loads((tmp_path / "results/ablations/jitter.json").read_text())
+    assert [arm["means"] for arm in again["arms"]] == [
+        pytest.approx(arm["means"], abs=1e-5) for arm in first["arms"]
+    ]
+    assert no_jitter.exists()  # published again
+
+    # A run with another setting is not taken for a published one.
+    shutil.rmtree(tmp_path / "out")
+    trained.clear()
+    shorter = [word.replace("--max_iters=3", "--max_iters=2") for word in words]
+    ablations.main(["jitter", *shorter, "--seeds=1", "--published"])
+    assert "0 of 5 runs are taken" in capsys.readouterr().err
+    assert len(trained) == 5
+
+
+def test_published_runs_are_looked_for_in_the_project(words, monkeypatch):
+    assert published.take.__defaults__ == (ROOT / "results",)
+    assert published.place(
+        Spec(replace(TrainConfig(), out_dir="out/a/NAME"), GPTConfig(), 4, 4), ROOT / "results"
+    ) == ROOT / "results/ablations/runs/NAME.json"
+
+
+def test_numbers_are_published_with_seven_digits():
+    numbers = {"losses": [1.23456789123, 2.5], "step": 800, "by_position": {"soft": [1e-9 / 3]}}
+    short = {"losses": [1.234568, 2.5], "step": 800, "by_position": {"soft": [3.333333e-10]}}
+    assert published.shortened(numbers) == short
 
 
 def test_what_is_finished_is_reported_without_training(words, tmp_path, capsys, monkeypatch):

@@ -3,13 +3,18 @@
     python -m experiments.ablations detach                            one sweep, several, or all
     python -m experiments.ablations all --preset=quick --seeds=1      to see that they run
     python -m experiments.ablations fusion --train=false              report what is finished
+    python -m experiments.ablations fusion --published                train what is not published
 
 SWEEP is one of detach, warmup, interleave, fusion, jitter, passes, mixin, lambda, depth, window, or
 all.
 Runs go to out/ablations/PRESET. Finished ones are not repeated, interrupted ones continue, and
 sweeps share what they have in common. Each sweep prints two tables and writes ablations/SWEEP.json
-and .png. Losses are in nats per token, on evenly spaced windows of the validation split; means
-over the seeds.
+and .png, and the numbers of each run to ablations/runs. With --published, runs that are in the
+project's own results/ablations/runs are not trained: the same seeds and settings, on the same text
+(pydocs differs by the version of Python).
+
+Losses are in nats per token, on evenly spaced windows of the validation split; means over the
+seeds.
 
 The first table has levels:
 - computation: token-passes (tokens x passes x steps) as a multiple of the plain model's;
@@ -38,8 +43,10 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import importlib.util
+from dataclasses import dataclass
 
-from experiments.ablations.arms import Settings, gather, need_finished, spec_of
+from experiments.ablations.arms import Settings as Shared
+from experiments.ablations.arms import gather, need_finished, spec_of
 from experiments.ablations.compare import (
     BY_PASS,
     MODES,
@@ -53,14 +60,20 @@ from experiments.ablations.compare import (
     paired,
 )
 from experiments.ablations.pictures import draw, label
+from experiments.ablations.published import publish, take
 from experiments.ablations.sweeps import SWEEPS, Arm, Sweep
 from experiments.report import save, start, table
-from harness.configurator import UserError, parse, run, suggestion
+from harness.configurator import UserError, parse, run, setting, suggestion
 
 BASELINE = "to plain, equal parameters"
 CONTROL = "to the control"
 LOSSES = ("pass 1", "pass 2", "32 feedback passes", *MODES)  # the first table's columns
 KEPT = ("step", "compute_tokens", "seconds", "finished", "commit", *STATE.values())  # of each run
+
+
+@dataclass(frozen=True)
+class Settings(Shared):
+    published: bool = setting(False, "take runs from results/ablations/runs, if they are there")
 
 
 def mean_of(runs: Runs, name: str) -> list[float]:
@@ -151,6 +164,29 @@ def report(name: str, found: dict[Arm, Runs], settings: Settings, began: float) 
     save(f"ablations/{name}", settings, began, numbers, lambda figure: draw(figure, sweep, results))
 
 
+def publish_runs(found: dict[Arm, Runs], specs: dict, settings: Settings) -> None:
+    """Writes each run's numbers beside the report. UserError where that cannot be."""
+    folder = Path(settings.results_dir)
+    try:
+        for arm, runs in found.items():
+            for seed, numbers in runs.items():
+                publish(specs[arm][seed], numbers, folder)
+    except OSError as error:
+        raise UserError(
+            f"--results_dir={folder}: {error}; name a folder that can be written"
+        ) from None
+
+
+def take_published(specs: dict) -> None:
+    """Takes what is published of the runs in {arm: {seed: spec}}, and says how many that were."""
+    runs = {}
+    for by_seed in specs.values():
+        for spec in by_seed.values():
+            runs[spec.train.out_dir] = spec
+    taken = take(list(runs.values()))
+    print(f"{taken} of {len(runs)} runs are taken from results/ablations/runs", file=sys.stderr)
+
+
 def specs_of(name: str, settings: Settings) -> dict:
     """All runs of a sweep: {arm: {seed: spec}}."""
     specs = {}
@@ -181,12 +217,15 @@ def main(argv: list[str]) -> int:
     failed = []
     for name in names:
         try:
+            if settings.published:
+                take_published(specs[name])
             found = gather(specs[name], settings)
             need_finished(found, settings, name)
         except UserError as error:
             failed.append(f"{name}: {error}")
             continue
         report(name, found, settings, began)
+        publish_runs(found, specs[name], settings)
     if failed:
         raise UserError("; ".join(failed))
     return 0

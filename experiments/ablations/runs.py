@@ -110,9 +110,10 @@ def numbers_of(spec: Spec) -> dict | None:
 
 
 def keep_numbers(spec: Spec, numbers: dict) -> None:
-    """Writes measured.json, whole or not at all."""
+    """Writes measured.json, whole or not at all, and its folder."""
     folder = Path(spec.train.out_dir)
     with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "measured.json", json.dumps(numbers))
 
 
