@@ -148,9 +148,9 @@ class Fusion(nn.Module):
     gated_residual   e + rms(e) * (W_H h) * sigmoid(W_G norm(e))     ours, not the paper's
 
     norm is `GPT.input_norm`, which the fusion shares with the stack (the identity with
-    input_norm=False). rms(e) is the root mean square
-    of a token's channels; it scales W_H h to the size of e. The residual kinds begin with W_H = 0:
-    before the first optimiser step u is e, so that every pass is the plain model.
+    input_norm=False). rms(e) is the root mean square of a token's channels; it scales W_H h to the
+    size of e. The residual kinds begin with W_H = 0: before the first optimiser step u is e, so
+    that every pass is the plain model.
 
     To add a kind: its name in `FusionKind`, its matrices in `__init__`, its formula in `forward`.
     """
@@ -539,8 +539,7 @@ class GPT(nn.Module):
         The first n_plain positions are plain (the very first always is), the others fused; k passes
         are exact at the plain ones and the k - 1 after them. k = 1 is ordinary prefill. With
         tol > 0 (ours, not the paper's) the passes stop early, once ||h^(k) - h^(k-1)|| <= tol
-        ||h^(k)|| after the first n_plain positions, in every row; `cache.passes` tells how many
-        were run.
+        ||h^(k)|| over the fused positions, in every row; `cache.passes` tells how many were run.
         """
         e = self.embed(idx)
         plain = torch.arange(idx.size(1), device=idx.device) < n_plain  # (T,)
@@ -553,9 +552,10 @@ class GPT(nn.Module):
             h = self.stack(self.next_inputs(h_before, e, plain), cache)  # Eqs. (8)-(9)
             cache.passes += 1
             if tol > 0:
-                after = h[:, n_plain:]  # (B, T - n_plain, D): the states after the plain prompt
-                change = (after - h_before[:, n_plain:]).norm(dim=(1, 2))  # (B,)
-                if (change <= tol * after.norm(dim=(1, 2))).all():
+                first = max(n_plain, 1)  # the first fused position
+                fused = h[:, first:]  # (B, T - first, D)
+                change = (fused - h_before[:, first:]).norm(dim=(1, 2))  # (B,)
+                if (change <= tol * fused.norm(dim=(1, 2))).all():
                     break
         return cache, h
 

@@ -981,45 +981,39 @@ def test_reconstruct_by_k_passes_equals_the_naive_passes(n_prompt):
         assert (cache.passes, cache.length) == (k, T)
 
 
-def test_tol_stops_once_every_row_has_settled():
-    """The first pass that changes the states after the plain prompt by at most tol, in all rows."""
-    model, idx, cases = make(fusion="add"), tokens(6, T), set()
+@pytest.mark.parametrize("n_plain", [0, 2])
+def test_tol_stops_once_every_row_has_settled(n_plain):
+    """The first pass that changes the fused positions' states by at most tol, in all rows."""
+    model = make(fusion="add")
+    idx = tokens(6, T)
     with torch.no_grad():
         model.fusion.W_H.weight *= 0.5
-    states = naive_passes(model, idx, 12, n_plain=2)
-    changes = [
-        [
-            (
-                (after[row, 2:] - before[row, 2:]).square().sum() / after[row, 2:].square().sum()
-            ).sqrt()
-            for row in range(6)
-        ]
-        for before, after in itertools.pairwise(states)
-    ]  # of passes 2, 3, ...
-    limits = [
-        max(change).item() for change in changes[:5]
-    ]  # a hair above and under what each pass just reaches
-    for tol in (
-        0.5,
-        0.1,
-        1e-3,
-        *(1.0001 * limit for limit in limits),
-        *(0.9999 * limit for limit in limits),
-    ):
-        by_row = [
-            next(k for k, change in enumerate(changes, start=2) if change[row] <= tol)
-            for row in range(6)
-        ]
-        expected = next(k for k, change in enumerate(changes, start=2) if max(change) <= tol)
-        cache, h = model.reconstruct(idx, 2, 30, tol)
+    first = max(n_plain, 1)  # the first position is plain whatever n_plain says
+    states = naive_passes(model, idx, 12, first)
+    changes = []  # of passes 2, 3, ..., a number for each row
+    for before, after in itertools.pairwise(states):
+        moved = (after[:, first:] - before[:, first:]).square().sum((1, 2))
+        changes.append((moved / after[:, first:].square().sum((1, 2))).sqrt().tolist())
+    # A hair above and under what each pass just reaches.
+    limits = [max(change) for change in changes[:5]]
+    tols = [0.5, 0.1, 1e-3]
+    for limit in limits:
+        tols += [1.0001 * limit, 0.9999 * limit]
+    cases = set()
+    for tol in tols:
+        by_row = []
+        for row in range(6):
+            by_row.append(next(k for k, change in enumerate(changes, 2) if change[row] <= tol))
+        expected = next(k for k, change in enumerate(changes, 2) if max(change) <= tol)
+        cache, h = model.reconstruct(idx, n_plain, 30, tol)
         assert cache.passes == expected
         close(h, states[expected - 1])  # the states of the last pass, and their cache
         close(cache.k, naive_stack(model, cache.u)[1])
-        assert model.reconstruct(idx, 2, 2, tol)[0].passes == 2  # never more than k
+        assert model.reconstruct(idx, n_plain, 2, tol)[0].passes == 2  # never more than k
         cases.add((min(by_row), expected))
-    assert len(cases) > 3 and any(
-        first < last for first, last in cases
-    )  # the cases tell rows and tols apart
+    # The cases tell rows and tols apart.
+    assert len(cases) > 3
+    assert any(first < last for first, last in cases)
 
 
 def test_tol_zero_never_stops_and_prefill_hands_tol_on():

@@ -72,6 +72,7 @@ def stopping_points(
     nats per fused token; `agree` (S, N), as a share of them; `plain_loss` and `plain_agree` (N,),
     of the first pass.
     """
+    n_plain = max(n_plain, 1)  # the first position is always plain
     every_tol = torch.tensor([*tols, 0.0], device=idx.device)  # (S,)
     parts = []
     batches = list(zip(idx.split(BATCH), targets.split(BATCH), strict=True))

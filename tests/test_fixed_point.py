@@ -61,7 +61,8 @@ def change_of(h: torch.Tensor, h_before: torch.Tensor) -> float:
 class Stops:
     """A run of five windows with a plain prompt of n_plain tokens, and what it should have found.
 
-    The states are those of the positions after the prompt.
+    The states are those of the fused positions. Without a prompt the first one is plain all the
+    same.
     """
 
     def __init__(self, model: GPT, corpus: str, n_plain: int, result: dict):
@@ -69,11 +70,12 @@ class Stops:
         self.result = result
         self.n_passes = 16 if n_plain == 0 else 12  # one for plain positions, one for each other
         self.idx, targets = naive.held_out_windows(corpus, 5)
-        self.goals = targets[:, n_plain:]
-        self.exact = [recurrence(model, row, n_plain)[n_plain:] for row in self.idx]
-        self.passes = []  # k - 1 -> (5, T - n_plain, D)
+        first = max(n_plain, 1)
+        self.goals = targets[:, first:]
+        self.exact = [recurrence(model, row, n_plain)[first:] for row in self.idx]
+        self.passes = []  # k - 1 -> (5, T - first, D)
         for k in range(1, self.n_passes + 1):
-            self.passes.append(naive.jacobi(model, self.idx, k, n_plain)[1][:, n_plain:])
+            self.passes.append(naive.jacobi(model, self.idx, k, n_plain)[1][:, first:])
         self.best = self.losses(model, self.exact)
 
     def losses(self, model: GPT, states) -> list[float]:
