@@ -9,6 +9,7 @@ from experiments.report import LOSS
 COLORS = {"Standard": "C0", "Soft": "C1", "Fused": "C2"}
 MARKERS = {"Standard": "o", "Soft": "s", "Fused": "^"}
 LETTERS = 9  # points, in a figure of 7 inches
+LINEAR = 0.1  # nats: larger differences are drawn by their logarithm where both sizes occur
 WIDEST = 0.45  # nats above the best point that a picture of losses shows; a diverging arm leaves it
 
 
@@ -150,7 +151,8 @@ def draw_frontier(figure, results: dict[Arm, dict]) -> None:
 def draw_lines(figure, sweep: Sweep, results: dict[Arm, dict]) -> None:
     """The loss as decoded, and its difference to plain, equal parameters: a line per series.
 
-    The values of x stand at equal distances.
+    The values of x stand at equal distances. Differences are linear up to LINEAR nats, so that
+    small ones can be read beside large ones.
     """
     figure.set_size_inches(7, 6.4)
     losses, differences = figure.subplots(2, 1, sharex=True)
@@ -173,5 +175,12 @@ def draw_lines(figure, sweep: Sweep, results: dict[Arm, dict]) -> None:
     differences.set_xlabel(sweep.x)
     losses.set_ylabel(LOSS)
     differences.set_ylabel("minus plain, equal parameters")
+    differences.set_yscale("symlog", linthresh=LINEAR)
+    differences.margins(y=0.1)
+    low, high = differences.get_ylim()
+    sizes = np.array([0.05, 0.1, 0.2, 0.5, 1.0])
+    marks = [mark for mark in (*-sizes[::-1], 0.0, *sizes) if low <= mark <= high]
+    differences.set_yticks(marks, [f"{mark:g}" for mark in marks])
+    differences.minorticks_off()
     handles, names = losses.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=LETTERS)
