@@ -127,7 +127,11 @@ def test_what_an_arm_is_compared_with():
     assert window.baseline_of(("gated", 4)) == ("plain, equal parameters", 4)
     assert window.control_of(("residual", "all")) == ("gated", "all")
     warmup = SWEEPS["warmup"]
-    assert warmup.baseline_of(("equal computation", "plain")) == EQUAL_ARM
+    assert warmup.baseline_of(("equal steps", 0.5)) == EQUAL_ARM
+    at_equal_computation = ("equal computation", "plain, equal parameters")
+    assert warmup.baseline_of(("equal computation", 0.5)) == at_equal_computation
+    assert warmup.baseline_of(("equal computation", "plain")) == at_equal_computation
+    assert warmup.unit_of(("equal computation", 0.5)) == EQUAL_ARM  # computation 3 of its 1
     assert warmup.control_of(("equal computation", "plain")) is None
     assert warmup.control_of(("equal computation", 0.5)) == ("equal computation", 0.0)
 
@@ -540,6 +544,28 @@ def test_the_dots_are_differences_with_their_intervals(half):
         assert segments.get_segments()[0][:, 0].tolist() == [3.75, 4.25]
     assert len(staged.lines) == 2 + 2 and len(interleaved.lines) == 2 + 2
     assert staged.get_title() == "staged"
+
+
+def test_a_series_of_equal_computation_has_its_own_plain_levels():
+    from matplotlib.figure import Figure
+
+    sweep = SWEEPS["warmup"]
+    results = {}
+    for number, arm in enumerate(sweep.arms):
+        results[arm] = result_of(number, 0.1, plain="plain" in str(arm[1]))
+    own = ("equal computation", "plain, equal parameters")
+    results[own]["to plain, equal parameters"] = {}
+    figure = Figure()
+    pictures.draw(figure, sweep, results)
+    dots, equal_steps, equal_computation = figure.axes
+
+    def levels(panel):
+        return {line.get_linestyle(): line.get_ydata()[0] for line in panel.lines[-2:]}
+
+    assert levels(equal_steps) == {":": 0, "--": 1}
+    assert levels(equal_computation) == {":": len(results) - 2, "--": len(results) - 1}
+    last = dots.containers[-1].lines[0].get_xydata()[0]
+    assert last.tolist() == [0, len(results) - 1]  # that baseline's own point
 
 
 def test_the_frontier_and_the_lines_are_drawn_against_numbers():

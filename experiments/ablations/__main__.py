@@ -27,7 +27,8 @@ plain model at the start (the first 4 tokens after the prompt) and at the rest.
 
 The second has paired differences: the arms of a seed see the same batches and begin with the same
 weights (except the fusion's). "plain, equal parameters" is a plain model whose MLP is wider by what
-the gated fusion's matrices have. After ± stands Student's 95% interval, which needs two seeds; it
+the gated fusion's matrices have; it takes as many steps, or, for the arms of equal computation in
+`warmup`, as many as cost the same. After ± stands Student's 95% interval, which needs two seeds; it
 is of that difference alone, not corrected for how many stand side by side. A * marks those that
 survive Holm's correction over their table.
 
@@ -102,7 +103,7 @@ def evaluate_arm(sweep: Sweep, arm: Arm, found: dict[Arm, Runs]) -> dict:
         "x": arm[1],
         "settings": sweep.arms[arm],
         "seeds": sorted(ours),
-        "computation": computation(ours, found.get(baseline, {})),
+        "computation": computation(ours, found.get(sweep.unit_of(arm), {})),
         "means": levels(ours, found.get(baseline, {})),
         "baseline": baseline,
         "control": control,

@@ -49,7 +49,7 @@ def draw_dots(figure, results: dict[Arm, dict]) -> None:
         plain = not is_fed(result)
         for place, name in enumerate(MODES):
             numbers = result["to plain, equal parameters"].get(name)
-            if arm == EQUAL_ARM:
+            if arm[1] == EQUAL_ARM[1]:  # a baseline: nothing but itself to compare it with
                 numbers = {"mean": 0.0, "interval": None}
             if numbers is None or (plain and name != "Standard"):
                 continue
@@ -98,8 +98,10 @@ def draw_passes(panels: dict, results: dict[Arm, dict]) -> None:
                 line = axes.plot(result["losses"], color=color, linewidth=1.3)[0]
                 shown[label(("", arm[1]))] = line
         for arm, style in ((PLAIN_ARM, ":"), (EQUAL_ARM, "--")):
-            if arm in results:
-                level = results[arm]["losses"][0]
+            own = series, arm[1]  # a series of equal computation has plain models of its own
+            plain = results.get(own, results.get(arm))
+            if plain is not None:
+                level = plain["losses"][0]
                 line = axes.axhline(level, color="black", linestyle=style, linewidth=1)
                 shown[label(arm)] = line
         longest = max(len(result["losses"]) for result in results.values()) - 1

@@ -61,10 +61,18 @@ class Sweep:
     picture: Literal["dots", "frontier", "lines"] = "dots"
     extra: tuple[str, ...] = ()  # more columns, of compare.levels
 
-    def baseline_of(self, arm: Arm) -> Arm:
-        """The plain model of equal parameters that an arm is compared with."""
+    def unit_of(self, arm: Arm) -> Arm:
+        """The plain model of equal parameters and equal steps, whose computation is 1."""
         at_same_x = (EQUAL_ARM[1], arm[1])
         return at_same_x if at_same_x in self.arms else EQUAL_ARM
+
+    def baseline_of(self, arm: Arm) -> Arm:
+        """The plain model of equal parameters that an arm is compared with.
+
+        It has equal steps, or equal computation in a series that has such a one.
+        """
+        in_series = (arm[0], EQUAL_ARM[1])
+        return in_series if in_series in self.arms else self.unit_of(arm)
 
     def control_of(self, arm: Arm) -> Arm | None:
         """The other arm that an arm is compared with, None for plain ones and for itself.
