@@ -3,7 +3,7 @@
     python -m experiments.bench --peers
 
     Hugging Face    transformers' Llama: the same blocks without QK-norm, and no feedback
-    x-transformers  its FullBandwidth wrapper, the one other library that we know to have this method
+    x-transformers  its FullBandwidth wrapper, the one other library known to have this method
 
 Each library gets its fastest documented way: scaled_dot_product_attention, one forward call per
 token with its own cache, no generation framework around it; with --compile, Hugging Face's model is
