@@ -1,13 +1,15 @@
 """How much more text a plain model needs for the loss of a model with latent feedback.
 
-    python -m experiments.data_efficiency                           three seeds, about 20 min each
+    python -m experiments.data_efficiency                           three seeds, about 35 min each
     python -m experiments.data_efficiency --fusion=gated --lambda=4 --passes=5
 
 Plain models are trained on the first N tokens of a text, for N at most a factor 1.25 apart, and two
 recipes with feedback on some of these: the paper's (gated fusion, lambda 1, three passes) and the
 best one found here (--fusion, --lambda, --passes). Every run trains, at a constant rate and with
 dropout, until 5 evaluations brought no pass anything new, and each pass is read at its best
-evaluation: pass 1, pass 2, and the fixed point, which is the loss after 8 feedback passes. The
+evaluation: pass 1, pass 2, and the fixed point, which is the loss after 8 feedback passes. (So a
+run with feedback goes on while any of its nine passes improves, a plain one while its only one
+does, and the best of more evaluations is a little lower: this favours feedback slightly.) The
 plain models are of equal parameters: their MLP is wider by what the gated fusion's matrices have.
 
 The factor. The plain models' losses, means over seeds, give a curve over log N: isotonic
@@ -272,7 +274,8 @@ def cell(numbers: dict | None) -> str:
     text = f"{numbers['bound']}{numbers['factor']:.2f}"
     if numbers["interval"] is not None and numbers["beyond"] < 1:
         low, high = numbers["interval"]
-        text += f" ({low:.2f} to {high:.2f})"
+        text += f" ({low:.2f} to {high:.2f}"
+        text += f", {numbers['beyond']:.0%} beyond the curve)" if numbers["beyond"] else ")"
     return text
 
 
@@ -341,6 +344,9 @@ def main(argv: list[str]) -> int:
     need_finished(found, settings, "data_efficiency")
     arms = results_of(found, settings)
     print_tables(arms)
+    missing = [f"{size:,}" for size in texts(settings) if (PLAIN, size) not in found]
+    if missing:
+        print(f"no finished plain run on {', '.join(missing)}: the curve is straight across them")
     save("data_efficiency", settings, began, {"arms": arms}, lambda figure: draw(figure, arms))
     return 0
 

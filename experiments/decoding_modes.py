@@ -189,6 +189,7 @@ def measure(
         "n_windows": len(idx),
         "parameters": sum(p.numel() for p in model.parameters()),
         "compute_tokens": checkpoint["compute_tokens"],
+        "begun_from": checkpoint["train_config"]["init_from"],
         "seed": checkpoint["train_config"]["seed"],
         "modes": {},
         "held_out_text": statistics(tokenizer, texts[:, n_prompt:].tolist(), settings),
@@ -287,7 +288,8 @@ def rows_of(
         pairs = partners(places, base, seeds) if base else places
         computation = sum(results[place]["compute_tokens"] for place in places)
         base_computation = 0  # nothing to be a multiple of, as of a pretrained model
-        if base:
+        # What a run began from is not counted in its own computation, so there is no ratio to give.
+        if base and not any(results[place]["begun_from"] for place in (*places, *pairs)):
             base_computation = sum(results[place]["compute_tokens"] for place in pairs)
         for mode in nlls[places[0]]:
             row = {

@@ -136,16 +136,24 @@ def score(
     return exact, by_passes
 
 
+def smallest_from_which_on(enough: dict[int, bool]) -> int | None:
+    """The smallest k that is enough, as every larger one is that was tried; None without."""
+    found = None
+    for k in sorted(enough, reverse=True):
+        if not enough[k]:
+            break
+        found = k
+    return found
+
+
 def trustworthy(by_passes: dict[int, dict[str, float]], share: float) -> int | None:
-    """The smallest k whose responses are within the tolerance for that share of them, or None."""
-    enough = [k for k, row in by_passes.items() if row["within"] >= share]
-    return min(enough, default=None)
+    """The smallest k from which on responses are within the tolerance for that share of them."""
+    return smallest_from_which_on({k: row["within"] >= share for k, row in by_passes.items()})
 
 
 def unclipped(by_passes: dict[int, dict[str, float]]) -> int | None:
-    """The smallest k that has no token's ratio outside the clip range, or None."""
-    enough = [k for k, row in by_passes.items() if row["tokens_outside"] == 0]
-    return min(enough, default=None)
+    """The smallest k from which on no token's ratio is outside the clip range."""
+    return smallest_from_which_on({k: row["tokens_outside"] == 0 for k, row in by_passes.items()})
 
 
 def verdict(name: str, result: dict[str, Any], n_new: int, settings: Settings) -> str:

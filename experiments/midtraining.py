@@ -1,7 +1,7 @@
 """Latent feedback added to a plain model that is trained already: with a shock, and without.
 
-    python -m experiments.midtraining                     three seeds, each about 15 min of a core
-    python -m experiments.midtraining --preset=quick --seeds=1
+    python -m experiments.midtraining                     three seeds, each about 20 min of a core
+    python -m experiments.midtraining --preset=quick --seeds=1 --results_dir=out/quick
 
 A plain model trains for twice the preset's steps without a cool-down, as in the paper, whose
 mid-training starts from a checkpoint before its cool-down. From there each arm trains on for three
@@ -11,10 +11,11 @@ quarters of the preset's steps, the last quarter of them a cool-down:
 The kinds that begin with W_H = 0 (residual, gated_residual) are the plain model at their first
 step, in every pass. The others replace its inputs with something it has never seen.
 
-The arms of a seed start from the same weights and see the same batches, so that differences are
-paired: to plain, continued, as decoded after a prompt of half a window. A plain model has no
-matrices of a fusion; those are all that the others have more. ± and * as in experiments.ablations.
-The picture: validation loss of passes 1, 2 and 4 over the steps, means over seeds.
+The arms of a seed start from the same weights and see the same batches, other ones than the plain
+model saw, so that differences are paired: to plain, continued, as decoded after a prompt of half a
+window. A plain model has no matrices of a fusion; those are all that the others have more. ± and *
+as in experiments.ablations. The picture: validation loss of passes 1, 2 and 4 over the steps, means
+over seeds.
 
 Runs go to out/midtraining/PRESET. Finished ones are not repeated, interrupted ones continue.
 """
@@ -31,7 +32,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from experiments.ablations.arms import N_PASSES, gather, need_finished, preset
+from experiments.ablations.arms import N_PASSES, changed, gather, need_finished, preset
 from experiments.ablations.arms import Settings as Shared
 from experiments.ablations.compare import (
     MODES,
@@ -57,6 +58,7 @@ COMPUTE_ARM = "plain, continued, equal computation"
 BEFORE = 2.0  # times the preset's steps: the plain model that all start from
 AFTER = 0.75  # times the preset's steps: what each arm adds
 EVALUATIONS = 12  # of an arm, besides that of its start
+NEW_BATCHES = 1000  # added to the plain model's seed for the arms that start from it
 SHOWN = (1, 2, 4)  # passes in the picture
 ABOVE = 0.1  # nats that the picture shows above the loss that all start from
 
@@ -81,9 +83,8 @@ def arms(settings: Settings) -> dict[str, dict]:
 
 def spec(config: TrainConfig, shape: GPTConfig, arm: dict, settings: Settings) -> Spec:
     """A run of this experiment, in its folder: config and shape with an arm's changes."""
-    ours = {name: value for name, value in arm.items() if name in TrainConfig.__dataclass_fields__}
-    arm_shape = replace(shape, fusion=arm["fusion"])
-    made = Spec(replace(config, **ours), arm_shape, settings.n_windows, N_PASSES)
+    ours, our_shape = changed(config, shape, arm)
+    made = Spec(ours, our_shape, settings.n_windows, N_PASSES)
     base_config = replace(config, init_from="", seed=1)
     base = Spec(base_config, shape, settings.n_windows, N_PASSES)
     return with_folder(made, base, Path(settings.out_dir) / settings.preset)
@@ -106,8 +107,10 @@ def arm_spec(arm: dict, seed: int, settings: Settings) -> Spec:
     config = replace(
         config,
         init_from=start_folder,
-        seed=seed,
-        max_iters=round(steps * arm.get("steps", 1)),
+        # A step's batch depends on the seed and the step alone, and the arms begin at step 0 again:
+        # another seed, or they would read what their plain model has read.
+        seed=seed + NEW_BATCHES,
+        max_iters=steps,
         eval_interval=max(1, steps // EVALUATIONS),
         eval_iters=math.ceil(settings.n_windows / config.batch_size),
         eval_passes=max(SHOWN),

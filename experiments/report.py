@@ -55,9 +55,13 @@ class Settings:
 def load(path: str, settings: Settings) -> tuple[GPT, dict, np.ndarray]:
     """A run's model in eval mode, its checkpoint without tensors, and its validation tokens.
 
-    UserError where data_dir holds other data than it was trained on.
+    A line on stderr where its training was stopped before its end. UserError where data_dir holds
+    other data than it was trained on.
     """
     model, checkpoint = load_model(path, pick_device(settings.device))
+    step, n_steps = checkpoint["step"], checkpoint["train_config"]["max_iters"]
+    if step < n_steps:
+        print(f"{path}: trained for {step:,} of its {n_steps:,} steps", file=sys.stderr)
     folder = Path(settings.data_dir) / checkpoint["train_config"]["dataset"]
     meta = load_meta(folder)
     pretrained = checkpoint["dataset"]["sha256"] == ""  # on no text of ours: any will do

@@ -681,19 +681,6 @@ def test_state_share_by_loops(kind):
             assert share["W_H"] == pytest.approx(0, abs=1e-9) and share["W_G"] > 0.5
 
 
-def test_an_older_runs_numbers_are_completed_from_its_checkpoint(corpus, tmp_path):
-    one = spec(corpus, tmp_path / "run", keep=True)
-    numbers = runs.do_run(one)
-    assert (tmp_path / "run/ckpt.pt").exists()
-    older = {name: value for name, value in numbers.items() if name != "by_position"}
-    (tmp_path / "run/measured.json").write_text(json.dumps(older))
-    assert runs.do_runs([one], 1) == [numbers]
-    assert runs.numbers_of(one) == numbers
-    (tmp_path / "run/measured.json").write_text(json.dumps(older))
-    (tmp_path / "run/ckpt.pt").unlink()
-    assert runs.do_runs([one], 1) == [older]
-
-
 def test_a_run_of_an_old_default_is_not_taken_for_one_of_the_new(corpus, tmp_path):
     one = spec(corpus, tmp_path / "run")
     numbers = runs.do_run(one)
@@ -713,7 +700,37 @@ def test_a_run_of_an_old_default_is_not_taken_for_one_of_the_new(corpus, tmp_pat
         del kept["settings"][name]  # a setting that did not exist yet
     kept["settings"]["abandoned"] = 1
     (tmp_path / "run/measured.json").write_text(json.dumps(kept))
-    assert runs.do_runs([one], 1) == [kept]
+    runs.do_runs([one], 1)
+    assert runs.numbers_of(one) == kept
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("data", {"sha256": "", "tokenizer": {}, "train_tokens": 1, "val_tokens": 2}, "data="),
+        ("precision", "bfloat16", "precision=bfloat16, and it is float32 now"),
+        ("measured_as", 0, "measured_as=0, and it is 1 now"),
+    ],
+)
+def test_a_run_made_otherwise_is_neither_reported_nor_taken(
+    name, value, message, corpus, tmp_path
+):
+    one = spec(corpus, tmp_path / "run")
+    numbers = runs.do_run(one)
+    assert numbers["settings"]["precision"] == "float32"
+    assert numbers["settings"]["data"]["train_tokens"] == 18_000
+    published.publish(one, numbers, tmp_path / "results")
+    (tmp_path / "run/measured.json").unlink()
+    assert published.take([one], tmp_path / "results") == 1
+    assert runs.numbers_of(one)["losses"] == pytest.approx(numbers["losses"], rel=1e-6)
+    numbers["settings"][name] = value
+    runs.keep_numbers(one, numbers)
+    with pytest.raises(UserError, match=message):
+        runs.numbers_of(one)
+    published.publish(one, numbers, tmp_path / "results")
+    (tmp_path / "run/measured.json").unlink()
+    assert published.take([one], tmp_path / "results") == 0
+    assert runs.numbers_of(one) is None
 
 
 # Many runs
@@ -744,7 +761,8 @@ def test_runs_side_by_side_and_a_failure_that_waits_for_the_others(corpus, tmp_p
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and lines[-1].endswith("(runs to go: 0)")
     assert any("/bad: " in line for line in lines)
-    assert [numbers["step"] for numbers in runs.do_runs(good, 2)] == [2, 2]
+    runs.do_runs(good, 2)
+    assert [runs.numbers_of(one)["step"] for one in good] == [2, 2]
     assert "step" in (tmp_path / "a/output.txt").read_text()
     alone = replace(good[0], train=replace(good[0].train, out_dir=str(tmp_path / "alone")))
     assert runs.do_run(alone)["losses"] == runs.numbers_of(good[0])["losses"]

@@ -131,6 +131,7 @@ def test_several_trainings_are_paired_by_seed_and_have_students_interval():
     results = []
     for seed, tokens in ((1, 10), (2, 10), (2, 30), (1, 30), (3, 10), (3, 30)):
         about = {"checkpoint": f"run{len(results)}", "seed": seed, "parameters": 7}
+        about["begun_from"] = ""
         results.append(about | {"compute_tokens": tokens})
     nlls = [
         nlls_of({"standard": 2.0}),
@@ -146,6 +147,9 @@ def test_several_trainings_are_paired_by_seed_and_have_students_interval():
     )
     assert plain["decoded"] == "plain" and plain["nll"] == 2 and "minus" not in plain
     assert soft["decoded"] == "full, Soft" and soft["computation"] == 3
+    results[3]["begun_from"] = "out/other"  # whose computation is not in its own
+    begun = decoding_modes.rows_of(grouped, results, nlls, decoding_modes.Settings())
+    assert [row["computation"] for row in begun] == [1, None, None]
     assert soft["runs"] == ["run2", "run3", "run5"] and soft["interval_over"] == "trainings"
     # By seed: -0.5, -0.25 and -0.25; Student's t of two degrees of freedom is 4.3027.
     mean = -1 / 3
@@ -159,7 +163,8 @@ def test_several_trainings_are_paired_by_seed_and_have_students_interval():
 def test_a_plain_run_without_computation_gives_no_multiple():
     results = []
     for tokens in (0, 3_000_000):
-        results.append({"checkpoint": "x", "seed": 1, "parameters": 7, "compute_tokens": tokens})
+        about = {"checkpoint": "x", "begun_from": "", "seed": 1, "parameters": 7}
+        results.append(about | {"compute_tokens": tokens})
     nlls = [nlls_of({"standard": 2.0}), nlls_of({"standard": 1.0, "soft": 1.0})]
     rows = decoding_modes.rows_of(
         {"plain": [0], "full": [1]}, results, nlls, decoding_modes.Settings()

@@ -127,10 +127,11 @@ def test_the_experiment_trains_and_measures_each_run_once(
     assert {run["compute_tokens"] for run in numbers["runs"]} == {9 * 32}
     assert len(numbers["runs"][0]["accuracy"]) == 128
     header, *rows = table_rows(capsys.readouterr().out)
-    assert header == ["mean gap", "arm", "after 1 moves", "after 32 moves", "after 128 moves"]
+    moves = ["after 1 moves", "after 32 moves", "after 128 moves"]
+    assert header == ["mean gap", "arm", "seeds", *moves]
     assert [row[1] for row in rows] == arms
     gated = numbers["runs"][1]["accuracy"]
-    assert rows[1][2:] == [f"{gated[n - 1]:.2f}" for n in (1, 32, 128)]
+    assert rows[1][2:] == ["1"] + [f"{gated[n - 1]:.2f}" for n in (1, 32, 128)]
     (panel,) = figures[0].axes
     assert panel.get_title() == "mean gap 4 in training"
     moves, accuracy = lines_of(panel)["gated"]
@@ -138,8 +139,22 @@ def test_the_experiment_trains_and_measures_each_run_once(
     assert lines_of(panel).keys() == {*arms, "chance"}
 
     assert len(in_this_process) == 5
+    trained = []
+    monkeypatch.setattr(train.Run, "train_step", lambda run: trained.append(run))
     again = run_experiment(gaps, "", tmp_path, *words, "--device=cpu")
-    assert len(in_this_process) == 5 and again["runs"] == numbers["runs"]
+    assert len(in_this_process) == 10 and again["runs"] == numbers["runs"]
+    assert not trained  # each was resumed, and was at its end
+
+    # A run of other settings is not taken for this one.
+    monkeypatch.setattr(gaps, "STAGED", 0.5)
+    problems = []
+    for arm in gaps.all_arms(gaps.Settings(gaps=(4,), seeds=1, passes=9, out_dir=str(out))):
+        try:
+            gaps.train_arm(arm)
+        except UserError as error:
+            problems.append((arm.name, str(error)))
+    assert [name for name, _ in problems] == ["gated, staged", "residual, staged"]
+    assert "pass_mix" in problems[0][1]
 
 
 def test_a_failed_run_leaves_the_others_their_table(
@@ -170,7 +185,6 @@ def test_an_interrupted_run_continues(small, in_this_process, tmp_path, monkeypa
     gaps.make_text(4, tmp_path / "data")
     settings = gaps.Settings(gaps=(4,), seeds=1, passes=9, out_dir=str(tmp_path), device="cpu")
     run = gaps.all_arms(settings)[1]
-    assert not gaps.finished(run)
     train_step = train.Run.train_step
 
     def interrupted(self):
@@ -182,10 +196,10 @@ def test_an_interrupted_run_continues(small, in_this_process, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(train.Run, "train_step", interrupted)
         assert train.main(run.command[2:]) == 130
-    assert load_checkpoint(run.folder)["step"] == 2 and not gaps.finished(run)
+    assert load_checkpoint(run.folder)["step"] == 2
     gaps.train_arm(run)
     assert [command[-1] for command in in_this_process] == ["--resume"]
-    assert load_checkpoint(run.folder)["step"] == 3 and gaps.finished(run)
+    assert load_checkpoint(run.folder)["step"] == 3
 
 
 def test_a_failing_run_is_named_with_what_it_said(small, tmp_path):
@@ -201,7 +215,7 @@ def test_the_table_gives_mean_and_range_over_seeds():
         numbers = np.full(128, accuracy).tolist()
         runs.append({"arm": "plain", "gap": 8, "seed": seed, "accuracy": numbers})
     (row,) = gaps.rows_of(runs, ["plain"], (8,))
-    assert row == [8, "plain", *["0.75 (0.50 to 1.00)"] * 3]
+    assert row == [8, "plain", 2, *["0.75 (0.50 to 1.00)"] * 3]
 
 
 def test_mistakes_are_named():

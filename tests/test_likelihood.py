@@ -200,7 +200,8 @@ def test_the_smallest_k_by_hand():
     shares = {1: 0.2, 2: 0.95, 4: 0.9, 8: 1.0}
     rows = {k: {"within": share, "tokens_outside": 1 - share} for k, share in shares.items()}
     found = [likelihood.trustworthy(rows, share) for share in (0.95, 0.96, 1.0)]
-    assert found == [2, 8, 8] and likelihood.unclipped(rows) == 8
+    assert found == [8, 8, 8] and likelihood.unclipped(rows) == 8  # k = 2 is, and k = 4 is not
+    assert likelihood.trustworthy(rows, 0.9) == 2
     assert likelihood.trustworthy({1: {"within": 0.9}}, 0.95) is None
     assert likelihood.unclipped({1: {"tokens_outside": 0.1}}) is None
 

@@ -43,7 +43,7 @@ def test_what_starts_from_where(words):
     for name, arm in arms.items():
         one = midtraining.arm_spec(arm, 2, settings)
         assert one.train.init_from == base.train.out_dir
-        assert one.train.seed == 2 and one.train.cooldown == 0.25
+        assert one.train.seed == 1002 and one.train.cooldown == 0.25  # new batches
         steps[name] = one.train.max_iters
         folders.add(one.train.out_dir)
         if name in kinds:

@@ -1,7 +1,8 @@
 """The paper's ablations in small, and ours: each arm beside plain models, several seeds.
 
     python -m experiments.ablations detach                            one sweep, several, or all
-    python -m experiments.ablations all --preset=quick --seeds=1      to see that they run
+    python -m experiments.ablations all --preset=quick --seeds=1 --results_dir=out/quick
+                                                                      to see that they run
     python -m experiments.ablations fusion --train=false              report what is finished
     python -m experiments.ablations fusion --published                train what is not published
 
@@ -10,8 +11,8 @@ all.
 Runs go to out/ablations/PRESET. Finished ones are not repeated, interrupted ones continue, and
 sweeps share what they have in common. Each sweep prints two tables and writes ablations/SWEEP.json
 and .png, and the numbers of each run to ablations/runs. With --published, runs that are in the
-project's own results/ablations/runs are not trained: the same seeds and settings, on the same text
-(pydocs differs by the version of Python).
+project's own results/ablations/runs are not trained: the same seeds and settings, on the same
+tokens (pydocs differs by the version of Python), in the same precision.
 
 Losses are in nats per token, on evenly spaced windows of the validation split; means over the
 seeds.
@@ -22,15 +23,16 @@ The first table has levels:
 - Standard, Soft, Fused: as decoded, over the second half of the windows after a prompt of the
   first. A plain model has one loss, which stands for all.
 In `fusion` also: the share of the fused input's variance that is not the token's, for the trained
-and for an untrained model; the loss of pass 2 when every state is the mean state; Soft minus the
-plain model at the start (the first 4 tokens after the prompt) and at the rest.
+and for an untrained model; the loss of pass 2 with the states as they are, and when every state is
+the mean state, both on the first 48 windows; Soft minus the plain model at the start (the first 4
+tokens whose own input Soft decides) and at the rest.
 
 The second has paired differences: the arms of a seed see the same batches and begin with the same
-weights (except the fusion's). "plain, equal parameters" is a plain model whose MLP is wider by what
-the gated fusion's matrices have; it takes as many steps, or, for the arms of equal computation in
-`warmup`, as many as cost the same. After ± stands Student's 95% interval, which needs two seeds; it
-is of that difference alone, not corrected for how many stand side by side. A * marks those that
-survive Holm's correction over their table.
+weights (except the fusion's); `pairs` says how many seeds both have. "plain, equal parameters" is a
+plain model whose MLP is wider by what the gated fusion's matrices have; it takes as many steps, or,
+for the arms of equal computation in `warmup`, as many as cost the same. After ± stands Student's
+95% interval, which needs two seeds; it is of that difference alone, not corrected for how many
+stand side by side. A * marks those that survive Holm's correction over their table.
 
 In `depth`, models of 1, 2, 4 and 8 layers have equal parameters: n_embd shrinks as layers are
 added, to the nearest multiple of 2 n_head, and n_hidden makes up for the rest. In `window`, an arm
@@ -44,6 +46,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import importlib.util
+import time
 from dataclasses import dataclass
 
 from experiments.ablations.arms import Settings as Shared
@@ -150,8 +153,10 @@ def report(name: str, found: dict[Arm, Runs], settings: Settings, began: float) 
     for arm, result in results.items():
         differences = [cell(numbers) for numbers in shown_differences(result)]
         control = "" if result["control"] is None else label(tuple(result["control"]))
-        rows.append([label(arm), *differences, control])
-    header = [sweep.x, *MODES, "Soft minus the control's", "control"]
+        pairs = [pair["seeds"] for pair in result[BASELINE].values() if pair is not None]
+        n_pairs = max(pairs, default="")
+        rows.append([label(arm), n_pairs, *differences, control])
+    header = [sweep.x, "pairs", *MODES, "Soft minus the control's", "control"]
     print(f"\n{name}: paired differences to plain, equal parameters; nats per token")
     print(table(header, rows))
     print(
@@ -213,10 +218,11 @@ def main(argv: list[str]) -> int:
     names = sweeps_named(words)
     if settings.seeds > 1 and importlib.util.find_spec("scipy") is None:
         raise UserError("the intervals need scipy: python -m pip install scipy, or --seeds=1")
-    began, _ = start([], settings)
+    start([], settings)
     specs = {name: specs_of(name, settings) for name in names}
     failed = []
     for name in names:
+        began = time.perf_counter()
         try:
             if settings.published:
                 take_published(specs[name])

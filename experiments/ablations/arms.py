@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from experiments.ablations.runs import complete, do_runs, with_folder
+from experiments.ablations.runs import do_runs, numbers_of, with_folder
 from experiments.ablations.shapes import equal_depth, equal_hidden
 from experiments.ablations.spec import Spec
 from experiments.ablations.sweeps import PRESETS
@@ -104,7 +104,7 @@ def gather(specs: dict, settings: Settings) -> dict:
         do_runs(in_order, settings.jobs)
     found = {}
     for arm, by_seed in specs.items():
-        numbers = {seed: complete(spec) for seed, spec in by_seed.items()}
+        numbers = {seed: numbers_of(spec) for seed, spec in by_seed.items()}
         numbers = {seed: run for seed, run in numbers.items() if run is not None}
         if numbers:
             found[arm] = numbers

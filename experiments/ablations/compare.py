@@ -6,8 +6,13 @@ import numpy as np
 # loss, which stands for all.
 BY_PASS = {"pass 1": 0, "pass 2": 1, "pass 3": 2, "pass 4": 3, "32 feedback passes": 32}
 MODES = {"Standard": "standard", "Soft": "soft", "Fused": "fused"}
-STATE = {"share": "share", "untrained share": "untrained_share", "mean state": "mean_state"}
-FIRST = 4  # tokens after the prompt that count as its start
+STATE = {
+    "share": "share",
+    "untrained share": "untrained_share",
+    "mean state": "mean_state",
+    "own state": "own_state",
+}
+FIRST = 4  # tokens that count as the start: the first whose own input the mode decides
 LEVEL = 0.05  # of the intervals, and of Holm's correction over a table
 
 Runs = dict[int, dict]  # an arm's finished runs, by seed
@@ -120,7 +125,6 @@ def levels(ours: Runs, baseline: Runs) -> dict:
     for name in all_losses[0]:
         means[name] = float(np.mean([losses[name] for losses in all_losses]))
     for name, key in STATE.items():
-        values = [run[key] for run in ours.values() if key in run]
-        if values:
-            means[name] = float(np.mean(values))
+        if all(key in run for run in ours.values()):
+            means[name] = float(np.mean([run[key] for run in ours.values()]))
     return means | start_penalty(ours, baseline)

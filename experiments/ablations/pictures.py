@@ -123,7 +123,7 @@ def draw_passes(panels: dict, results: dict[Arm, dict]) -> None:
 def draw_frontier(figure, results: dict[Arm, dict]) -> None:
     """Standard against Soft, a point per lambda and a line per kind; lambda grows to the right."""
     axes = figure.subplots()
-    feedback = [arm for arm, result in results.items() if len(result["losses"]) > 1]
+    feedback = [arm for arm, result in results.items() if is_fed(result)]
     for number, kind in enumerate(dict.fromkeys(series for series, _ in feedback)):
         arms = sorted(arm for arm in feedback if arm[0] == kind)
         standard = [results[arm]["means"]["Standard"] for arm in arms]
@@ -161,7 +161,7 @@ def draw_lines(figure, sweep: Sweep, results: dict[Arm, dict]) -> None:
     ticks = list(dict.fromkeys(x for _, x in results))
     for number, series in enumerate(dict.fromkeys(series for series, _ in results)):
         arms = [arm for arm in results if arm[0] == series]
-        feedback = len(results[arms[0]]["losses"]) > 1
+        feedback = is_fed(results[arms[0]])
         mode = "Soft" if feedback else "Standard"
         places = [ticks.index(arm[1]) for arm in arms]
         name = f"{series}: Soft" if feedback else series

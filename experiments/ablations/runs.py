@@ -21,17 +21,19 @@ from pathlib import Path
 from tqdm import tqdm
 
 from experiments.ablations.patient import train_patiently
-from experiments.ablations.spec import KEPT_COUNTERS, Spec, add_positions, measure_run
+from experiments.ablations.spec import KEPT_COUNTERS, Spec, measure_run
 from experiments.report import ROOT, commit
 from harness.checkpoint import FREE_ON_RESUME
 from harness.configurator import UserError, key, run
-from harness.data import load_meta
-from harness.machine import stop_on_signals
+from harness.data import SAME_DATA, load_meta
+from harness.machine import pick_device, pick_dtype, stop_on_signals
 from harness.runlog import locked, write_whole, writing_to
 from train import train
 
 # Settings of a training that change none of its numbers. `max_iters` does, by the cool-down.
 NO_MATTER = FREE_ON_RESUME - {"max_iters"}
+# To be raised by hand when a change of the code changes a run's numbers at the same settings.
+MEASURED_AS = 1
 
 
 def identity(spec: Spec) -> dict:
@@ -82,30 +84,49 @@ def with_folder(spec: Spec, base: Spec, folder: Path) -> Spec:
 
 
 def settings_of(spec: Spec) -> dict:
-    """All settings that decide a run's numbers, defaults too, as JSON gives them back."""
+    """All that decides a run's numbers, defaults too, as JSON gives it back.
+
+    Beside the settings: the tokens, the precision that the device computes in, and the code's
+    MEASURED_AS.
+    """
     settings = dataclasses.asdict(spec.train) | dataclasses.asdict(spec.model)
     decide = {name: value for name, value in settings.items() if name not in NO_MATTER}
+    meta = load_meta(Path(spec.train.data_dir) / spec.train.dataset)
+    decide["data"] = {name: meta[name] for name in (*SAME_DATA, "val_tokens")}
+    dtype = pick_dtype(spec.train.dtype, pick_device(spec.train.device))
+    decide["precision"] = str(dtype).removeprefix("torch.")
+    decide["measured_as"] = MEASURED_AS
     return json.loads(json.dumps(decide))
+
+
+def difference_to(numbers: dict, spec: Spec) -> str:
+    """In what a finished run's settings differ from the spec's, in words; '' where in nothing.
+
+    Its folder's name does not tell, because defaults are left out of that, and a default may have
+    changed since. What was not a setting then is not compared.
+    """
+    theirs = numbers.get("settings", {})
+    for name, ours in settings_of(spec).items():
+        if name in theirs and theirs[name] != ours:
+            return f"{key(name)}={theirs[name]}, and it is {ours} now"
+    return ""
 
 
 def numbers_of(spec: Spec) -> dict | None:
     """What was measured of a run; None before it is finished.
 
-    UserError where it was trained with another setting. Its folder's name does not tell, because
-    defaults are left out of that, and a default may have changed since.
+    UserError where it was trained otherwise than the spec says.
     """
     folder = Path(spec.train.out_dir)
     file = folder / "measured.json"
     if not file.exists():
         return None
     numbers = json.loads(file.read_text(encoding="utf-8"))
-    theirs = numbers.get("settings", {})  # not kept by earlier versions
-    for name, ours in settings_of(spec).items():
-        if name in theirs and theirs[name] != ours:
-            raise UserError(
-                f"{folder} was trained with {key(name)}={theirs[name]}, and the default is {ours} "
-                "now; delete that folder to train it anew, or give another --out_dir"
-            )
+    if difference := difference_to(numbers, spec):
+        raise UserError(
+            f"{folder} was trained with {difference}; "
+            "delete that folder to train it anew, or give another --out_dir"
+        )
     return numbers
 
 
@@ -115,20 +136,6 @@ def keep_numbers(spec: Spec, numbers: dict) -> None:
     with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "measured.json", json.dumps(numbers))
-
-
-def complete(spec: Spec) -> dict | None:
-    """A finished run's numbers, None before it is finished.
-
-    Numbers by position were not always measured; a checkpoint that is still there adds them.
-    """
-    numbers = numbers_of(spec)
-    if numbers is None or spec.patience or "by_position" in numbers:
-        return numbers
-    if Path(spec.train.out_dir, "ckpt.pt").exists():
-        numbers = add_positions(spec, numbers)
-        keep_numbers(spec, numbers)
-    return numbers
 
 
 def do_run(spec: Spec) -> dict | None:
@@ -191,8 +198,8 @@ def start_beside(spec: Spec, threads: str) -> subprocess.Popen:
             )
 
 
-def do_runs(specs: list[Spec], jobs: int) -> list[dict]:
-    """Does all runs, `jobs` at a time -> their numbers, in order.
+def do_runs(specs: list[Spec], jobs: int) -> None:
+    """Does all runs that are not finished, `jobs` at a time.
 
     Each process has its share of the machine's threads, or as many as OMP_NUM_THREADS says.
     UserError when any failed, after the others are done. KeyboardInterrupt on Ctrl-C, once the
@@ -203,7 +210,6 @@ def do_runs(specs: list[Spec], jobs: int) -> list[dict]:
     failed = do_in_turn(todo) if jobs == 1 else do_side_by_side(todo, jobs)
     if failed:
         raise UserError(f"{len(failed)} of the runs failed, the first: {failed[0]}")
-    return [complete(spec) for spec in specs]
 
 
 def do_in_turn(todo: list[Spec]) -> list[str]:

@@ -19,7 +19,7 @@ from model import GPT, GPTConfig
 from train import INIT, TrainConfig, seed_torch
 
 KEPT_COUNTERS = ("step", "tokens", "compute_tokens", "seconds", "finished")
-SHARE_WINDOWS = 48  # windows that `state_share` looks at
+SHARE_WINDOWS = 48  # the first of the windows: those that `state_share` looks at
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ def state_share(model: GPT, idx: Tensor, targets: Tensor) -> dict[str, float]:
     """How much pass 2 lives on the states, on tokens and next tokens (N, T).
 
     "share": the part within a token of the variance of pass 2's fused inputs u: 0 where the states
-    are ignored, 1 where the tokens are. "mean_state": pass 2's loss, in nats per token, when every
-    state is the mean state.
+    are ignored, and below 1 even where the tokens are, because a state predicts the next token.
+    "mean_state": pass 2's loss, in nats per token, when every state is the mean state;
+    "own_state": the same loss with the states as they are.
     """
     e = model.embed(idx)  # (N, T, D)
     h = model.stack(e)  # (N, T, D)
@@ -74,14 +75,20 @@ def state_share(model: GPT, idx: Tensor, targets: Tensor) -> dict[str, float]:
     total = (u - u.mean(0)).square().sum()
     level = h.mean(dim=(0, 1)).expand_as(h)  # (N, T, D)
     mean_state = model.nll(model.next_pass(level, e), targets).mean()
-    return {"share": (within / total).item(), "mean_state": mean_state.item()}
+    own_state = model.nll(model.next_pass(h, e), targets).mean()
+    return {
+        "share": (within / total).item(),
+        "mean_state": mean_state.item(),
+        "own_state": own_state.item(),
+    }
 
 
 def losses_by_position(spec: Spec, model: GPT) -> dict[str, list[float]]:
-    """Each mode's loss at the tokens after a plain prompt of half a window, (T / 2,) each.
+    """Each mode's loss at the tokens after a prompt of half a window, (T / 2,) each.
 
-    The first is the first token whose own input the mode decides; the one before it is read off
-    the prompt. Standard alone where no feedback was trained.
+    The first is the first token whose own input the mode decides; the one before it, which
+    decoding_modes counts as well, is read off the prompt. Standard alone where no feedback was
+    trained.
     """
     idx, targets = spec.held_out(model)
     half = model.config.block_size // 2
@@ -110,13 +117,8 @@ def measure_run(spec: Spec, counters: dict) -> dict:
     if spec.feedback:
         few = slice(SHARE_WINDOWS)
         numbers |= state_share(model, idx[few], targets[few])
-        seed_torch(spec.train.seed, INIT)
-        untrained = GPT(model.config).to(idx.device).eval()
-        numbers["untrained_share"] = state_share(untrained, idx[few], targets[few])["share"]
+        if not spec.train.init_from:  # else it did not begin with random weights
+            seed_torch(spec.train.seed, INIT)
+            untrained = GPT(model.config).to(idx.device).eval()
+            numbers["untrained_share"] = state_share(untrained, idx[few], targets[few])["share"]
     return numbers
-
-
-def add_positions(spec: Spec, numbers: dict) -> dict:
-    """A run's numbers with those by position, which an earlier version did not measure."""
-    model, _ = load_model(spec.train.out_dir, str(pick_device(spec.train.device)))
-    return numbers | {"by_position": losses_by_position(spec, model)}

@@ -36,8 +36,6 @@ def staged(ratio: float) -> dict:
 
 def always(k: int) -> dict:
     """k passes at every step."""
-    if k == 3:
-        return staged(0)  # so that it is the same run as theirs
     return {"pass_mix": (0.0,) * (k - 1) + (1.0,)}
 
 
@@ -79,8 +77,7 @@ class Sweep:
 
         "series": the first arm of its series; "x": that of the first series at the same x.
         """
-        feedback = [name for name, settings in self.arms.items() if "pass_mix" in settings]
-        feedback = [name for name in feedback if self.arms[name].get("fusion") != "none"]
+        feedback = [name for name in self.arms if self.arms[name].get("fusion") != "none"]
         if arm not in feedback:
             return None
         if self.control == "x":
@@ -163,7 +160,16 @@ SWEEPS = {
     "fusion": Sweep(
         "fusion",
         BASELINES | fusion_arms(),
-        extra=("pass 3", "pass 4", "share", "untrained share", "mean state", "start", "rest"),
+        extra=(
+            "pass 3",
+            "pass 4",
+            "share",
+            "untrained share",
+            "own state",
+            "mean state",
+            "start",
+            "rest",
+        ),
     ),
     "jitter": Sweep(
         "jitter",
