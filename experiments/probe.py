@@ -31,7 +31,8 @@ Checkpoints whose settings differ in the seed alone are trainings of one series:
 mean over them and, from two on, Student's 95% interval of this mean. A single training has the
 standard error over the groups of a probe set instead, as if they were independent, which those of
 `completion`, whose numerals return in other groups, are not. A plain model of equal token-passes,
-as config/tasks.toml trains it, is a series like any other."""
+as config/tasks.toml trains it, is a series like any other.
+"""
 
 import contextlib
 import importlib.util

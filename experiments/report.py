@@ -4,6 +4,7 @@ The preamble of every script of this folder, so that `python experiments/NAME.py
 `python -m experiments.NAME`, is the `if __package__ ...` lines before its imports from this house.
 """
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -256,6 +257,17 @@ def origin(experiment: str, settings: Any, began: float) -> dict:
     return how
 
 
+@contextlib.contextmanager
+def writing_results(folder: Path):
+    """Around the writing of results: an OSError becomes a UserError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"--results_dir={folder}: {error}; name a folder that can be written"
+        ) from None
+
+
 def save(
     name: str,
     settings: Settings,
@@ -270,12 +282,8 @@ def save(
     """
     folder = Path(settings.results_dir)
     how = origin(name.split("/")[0], settings, began)
-    try:
+    with writing_results(folder):
         write(folder / f"{name}.json", json.dumps(how | numbers, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(
-            f"--results_dir={folder}: {error}; name a folder that can be written"
-        ) from None
     print(f"wrote {folder / name}.json")
     if draw_picture(folder / f"{name}.png", draw):
         print(f"wrote {folder / name}.png")

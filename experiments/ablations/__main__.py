@@ -66,7 +66,7 @@ from experiments.ablations.compare import (
 from experiments.ablations.pictures import draw, label
 from experiments.ablations.published import publish, take
 from experiments.ablations.sweeps import SWEEPS, Arm, Sweep
-from experiments.report import save, start, table
+from experiments.report import save, start, table, writing_results
 from harness.configurator import UserError, parse, run, setting, suggestion
 
 BASELINE = "to plain, equal parameters"
@@ -171,16 +171,12 @@ def report(name: str, found: dict[Arm, Runs], settings: Settings, began: float) 
 
 
 def publish_runs(found: dict[Arm, Runs], specs: dict, settings: Settings) -> None:
-    """Writes each run's numbers beside the report. UserError where that cannot be."""
+    """Writes each run's numbers beside the report."""
     folder = Path(settings.results_dir)
-    try:
+    with writing_results(folder):
         for arm, runs in found.items():
             for seed, numbers in runs.items():
                 publish(specs[arm][seed], numbers, folder)
-    except OSError as error:
-        raise UserError(
-            f"--results_dir={folder}: {error}; name a folder that can be written"
-        ) from None
 
 
 def take_published(specs: dict) -> None:
