@@ -125,15 +125,16 @@ def labels(paths: list[str]) -> list[str]:
 def groups(names: list[str], checkpoints: list[dict]) -> dict[str, list[int]]:
     """Which runs differ in their seed alone: a label for each group, and its runs' places.
 
-    Whether a run began from another's weights counts, and from whose does not: that may differ by
-    the seed. UserError where a group has a seed twice.
+    What a run began from counts, but for the digits in its name, because that differs by the seed:
+    out/plain_1 and out/plain_2 are one series, and out/other_1 is not of it. UserError where a
+    group has a seed twice.
     """
     ignored = FREE_ON_RESUME - {"max_iters"} | {"seed"}
     members: dict[str, dict[int, int]] = {}  # settings -> seed -> place
     for place, checkpoint in enumerate(checkpoints):
         settings = checkpoint["model_config"] | checkpoint["train_config"]
         kept = {name: value for name, value in settings.items() if name not in ignored}
-        kept["begun from another"] = bool(settings["init_from"])
+        kept["begun from"] = re.sub(r"\d", "", settings["init_from"])
         places = members.setdefault(json.dumps(kept, sort_keys=True), {})
         seed = settings["seed"]
         if seed in places:

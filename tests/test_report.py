@@ -86,6 +86,9 @@ def test_runs_that_began_from_others_are_a_group_of_their_own():
     names = ["staged_1", "staged_2", "full_3"]
     grouped = report.groups(names, [*staged, settings_of(3)])
     assert grouped == {"staged": [0, 1], "full_3": [2]}
+    other = settings_of(1, init_from="out/b_1")  # the same seed and last stage, another beginning
+    grouped = report.groups(["staged_1", "staged_2", "other_1"], [*staged, other])
+    assert grouped == {"staged": [0, 1], "other_1": [2]}
 
 
 def test_a_group_has_each_seed_once():
