@@ -376,7 +376,7 @@ def likelihood_table(rows: list[dict], baseline: str) -> str:
 
 def draw(figure, rows: list[dict], baseline: str) -> None:
     """NLL minus the baseline's: by position after the prompt, and of all positions."""
-    figure.set_size_inches(7, 7)
+    figure.set_size_inches(7, 7.6)
     by_position, overall = figure.subplots(2, 1, height_ratios=[3, 2])
     compared = [row for row in rows if "minus" in row]
     for number, row in enumerate(compared):
@@ -401,7 +401,7 @@ def draw(figure, rows: list[dict], baseline: str) -> None:
         yticklabels=[row["decoded"] for row in compared],
         ylim=(max(len(compared), 1) - 0.5, -0.5),
     )
-    by_position.legend()
+    figure.legend(loc="outside lower center", ncols=2)  # beside the curves it would hide some
 
 
 def main(argv: list[str]) -> int:
