@@ -14,8 +14,10 @@ with either tokenizer, because texts hold newlines; GPT-2's end-of-text never oc
 
 import hashlib
 import json
+import re
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,8 @@ from harness.configurator import UserError, parse, require, run, setting, sugges
 from harness.data import SAME_DATA, load_meta, save_dataset, token_dtype
 from harness.text import STDIN, read_text, unix_newlines
 from harness.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, make_tokenizer
+
+PIECE = 1_000_000  # characters that are encoded at a time
 
 
 @dataclass(frozen=True)
@@ -121,12 +125,39 @@ def choose_tokenizer(name: str, text: str) -> Tokenizer:
     return make_tokenizer(checkpoint["tokenizer"])
 
 
+def pieces(text: str) -> Iterator[str]:
+    """The text in pieces of about PIECE characters, each but the first begins with a newline.
+
+    What stands before that is not blank, and there GPT-2's pattern cuts too. So the tokens are
+    those of the whole text.
+    """
+    begin = 0
+    for match in re.finditer(r"(?<=\S)\n", text):
+        if match.start() - begin >= PIECE:
+            yield text[begin : match.start()]
+            begin = match.start()
+    yield text[begin:]
+
+
+def encode_part(text: str, tokenizer: Tokenizer, dtype: np.dtype) -> np.ndarray:
+    """The tokens (N,) of one split.
+
+    Piece by piece where that gives the same tokens, because a list of a whole text's tokens takes
+    many times the memory of the text.
+    """
+    cuts = pieces(text) if tokenizer.spec["kind"] in ("char", "gpt2") else [text]
+    return np.concatenate([np.array(tokenizer.encode(piece), dtype) for piece in cuts])
+
+
 def encode(text: str, settings: Settings) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
     """The tokenizer, and the tokens (N,) of both splits. UserError."""
     parts = split(text, settings.val_fraction)
     tokenizer = choose_tokenizer(settings.tokenizer, text)
     dtype = token_dtype(tokenizer.vocab_size)
-    train, val = (np.array(tokenizer.encode(part), dtype) for part in parts)  # (N,) each
+    try:
+        train, val = (encode_part(part, tokenizer, dtype) for part in parts)  # (N,) each
+    except UserError as error:
+        raise UserError(f"--tokenizer={settings.tokenizer}: {error}") from None
     if tokenizer.start_token not in train:
         notice(
             "no newline to train on, so an empty prompt would start from a symbol that the "
@@ -136,11 +167,17 @@ def encode(text: str, settings: Settings) -> tuple[Tokenizer, np.ndarray, np.nda
 
 
 def prepared_before(folder: Path) -> dict | None:
-    """meta.json of the data in the folder; None where there is none, or it is damaged."""
+    """meta.json of the data in the folder; None where there is none, or its files are damaged."""
     try:
         return load_meta(folder)
     except UserError:
         return None
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether the folder holds .bin files that are not this script's, nanoGPT's for instance."""
+    has_tokens = any((folder / f"{split}.bin").exists() for split in ("train", "val"))
+    return has_tokens and not (folder / "meta.json").exists()
 
 
 def write(folder: Path, meta: dict, train: np.ndarray, val: np.ndarray, settings: Settings) -> None:
@@ -152,6 +189,11 @@ def write(folder: Path, meta: dict, train: np.ndarray, val: np.ndarray, settings
             f"{folder} already holds other data (from {former.get('source')}, "
             f"{former['train_tokens']:,} tokens to train on), and runs trained on it could not be "
             "resumed: --keep it, --overwrite it, or choose another --name"
+        )
+    if is_foreign(folder) and not settings.overwrite:
+        raise UserError(
+            f"{folder} holds .bin files without a meta.json, so they may be another program's: "
+            "--overwrite them, or choose another --name"
         )
     files = {
         "train.bin": train.tobytes(),

@@ -228,7 +228,8 @@ def main(argv: list[str]) -> None:
         raise UserError(f"name one checkpoint, as in: python sample.py out/demo; {hint}")
     path = words[0]
     device = pick_device(config.device)
-    model, checkpoint = load_model(path, device)
+    with memory_for("the size of the model, or give --device=cpu"):
+        model, checkpoint = load_model(path, device)
     if config.compile:
         compile_blocks(model.blocks, device)
     modes = usable_modes(config, checkpoint, path)

@@ -9,12 +9,14 @@ So a run that stopped and was resumed equals one that never stopped, to the last
 
 The learning rate falls to 0 over the last `cooldown` of a run, so its length is set at the start.
 A run that may become longer has --cooldown=0: it can be resumed with more --max_iters, and endings
-branch off from it: --init_from=out/RUN --out_dir=out/ENDING --warmup_iters=0 --cooldown=1.
+branch off from it: --init_from=out/RUN --out_dir=out/ENDING --seed=2 --warmup_iters=0 --cooldown=1.
+Another seed, because with the same one a new run would read the same batches again.
 """
 
 import contextlib
 import math
 import shlex
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -298,7 +300,7 @@ class Run:
             "step": 0,
             "tokens": 0,
             "compute_tokens": 0,  # tokens times passes
-            "feedback_steps": 0,  # steps of more than one pass
+            "feedback_steps": 0,  # of more than one pass, those before init_from included
             "seconds": 0.0,  # in steps, without evaluations
             "val_losses": [],  # of the last evaluation, by pass
             "val_step": -1,  # the step after which that was; -1: none yet
@@ -312,7 +314,8 @@ class Run:
             check_continues(config, saved, self.processes.size)
             self.model.load_state_dict(saved["model"])
         elif config.init_from:
-            initial_weights(self.model, config.init_from, self.meta["tokenizer"])
+            began = initial_weights(self.model, config.init_from, self.meta["tokenizer"])
+            self.counters["feedback_steps"] = began
         self.prepare_model()
         if saved:
             self.restore(saved)
@@ -406,12 +409,15 @@ class Run:
                 group["lr"] = rate
         limit = self.config.grad_clip or math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-        # With a loss scaler a gradient may overflow now and then: it skips that step.
-        checked = losses if self.scaler.is_enabled() else [*losses, norm]
+        # With a loss scaler a gradient may overflow now and then. That step is left out, for all
+        # optimisers: each of them would judge by its own gradients, which clipping has made 0.
+        overflow = self.scaler.is_enabled() and not math.isfinite(norm)
+        checked = losses if overflow else [*losses, norm]
         if not all(math.isfinite(value) for value in checked):
             raise self.diverged(f"loss of each pass {losses}, gradient norm {norm}")
         for optimizer in self.optimizers:
-            self.scaler.step(optimizer)
+            if not overflow:
+                self.scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
         self.scaler.update()
         return norm
@@ -475,22 +481,29 @@ class Run:
 
     def diverged(self, what: str) -> UserError:
         """The complaint about numbers that are not finite, with ways out that work."""
-        rate = self.config.learning_rate
-        smaller = f"--learning_rate={min(rate / 3, 1e-3):.2g}"
-        if self.config.grad_clip == 0:
-            smaller += " --grad_clip=1"
-        ways = f"start anew with --overwrite {smaller}"
-        if self.config.resume:
-            ways += " in place of --resume"
+        config = self.config
+        step = self.counters["step"]
         kept = "nothing was saved yet"
         if self.has_saved:
             kept = "the last checkpoint is kept"
-            branch = branch_flags(self.folder)
-            ways += f", or continue from that checkpoint with {branch} {smaller}"
         elif (self.folder / "ckpt.pt").exists():
             kept = "the checkpoint there, of the run before, is kept"
-        step = self.counters["step"]
-        return UserError(f"after step {step}: {what}: not finite; {kept}. At a lower rate: {ways}")
+        said = f"after step {step}: {what}: not finite; {kept}"
+        if step == 0 and config.init_from:  # no rate has changed a weight yet
+            return UserError(f"{said}. --init_from={config.init_from}: start from other weights")
+        smaller = f"--learning_rate={min(config.learning_rate / 3, 1e-3):.2g}"
+        if config.grad_clip == 0:
+            smaller += " --grad_clip=1"
+        ways = f"start anew with --overwrite {smaller}"
+        if config.resume:
+            ways += " in place of --resume"
+        # Weights that do no better than a guess are spoilt already, though they are finite.
+        val_losses = self.counters["val_losses"]
+        spoilt = val_losses and min(val_losses) > 0.99 * math.log(self.meta["vocab_size"])
+        if self.has_saved and not spoilt:
+            branch = branch_flags(config, self.counters["feedback_steps"])
+            ways += f", or continue from that checkpoint with {branch} {smaller}"
+        return UserError(f"{said}. At a lower rate: {ways}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -512,6 +525,12 @@ def check_settings(config: TrainConfig, model_config: GPTConfig, meta: dict) -> 
         raise UserError(
             f"--pass_mix={list(config.pass_mix)} has multi-pass steps, which need a fusion, and "
             "--fusion=none; give --pass_mix=1"
+        )
+    if any(config.pass_mix[1:]) and in_first_stage(config, config.max_iters - 1):
+        print(
+            f"train.py: --pass_mix={list(config.pass_mix)} leaves none of --max_iters="
+            f"{config.max_iters} steps for more than one pass; feedback will not be trained",
+            file=sys.stderr,
         )
 
 
@@ -558,14 +577,26 @@ def check_continues(config: TrainConfig, saved: dict, n_processes: int) -> None:
         f"--resume: --max_iters={config.max_iters} does not continue {folder}, which is at step "
         f"{saved['step']} of {old.max_iters}: its steps from {step + 1} on would have had another "
         f"learning rate or number of passes. Finish it with --max_iters={old.max_iters}, or start "
-        f"from its weights with {branch_flags(folder)} in place of --resume. A run that is to "
-        "become longer needs --cooldown=0, and no end of its single-pass steps, from the start"
+        f"from its weights with {branch_flags(config, saved['feedback_steps'])} in place of "
+        "--resume. A run that is to become longer needs --cooldown=0, and no end of its "
+        "single-pass steps, from the start"
     )
 
 
-def branch_flags(folder: Path | str) -> str:
-    """The flags of a new run that starts from the weights of the one in `folder`."""
-    return f"--init_from={shlex.quote(str(folder))} --out_dir={shlex.quote(f'{folder}_2')}"
+def branch_flags(config: TrainConfig, feedback_steps: int) -> str:
+    """The flags of a new run that starts from the weights of this one.
+
+    It reads other batches, and once feedback is trained it does not return to single-pass steps.
+    """
+    old = shlex.quote(config.out_dir)
+    new = shlex.quote(f"{config.out_dir}_2")
+    flags = f"--init_from={old} --out_dir={new} --seed={config.seed + 1}"
+    later = sum(config.pass_mix[1:])
+    staged = config.pass_mix[0] > 0 and later > 0 and not config.interleave
+    if staged and feedback_steps:
+        mix = [0.0, *(share / later for share in config.pass_mix[1:])]
+        flags += f" --pass_mix={','.join(f'{share:.9g}' for share in mix)}"
+    return flags
 
 
 # --------------------------------------------------------------------------------------------------
@@ -650,7 +681,8 @@ def farewell(run: Run, finished: bool) -> str:
     if not finished:
         return f"stopped at step {step}; {run.folder}/ckpt.pt has it; continue with --resume"
     longer = replace(config, max_iters=2 * config.max_iters)
-    more = f"start from its weights with {branch_flags(run.folder)}"
+    branch = branch_flags(config, run.counters["feedback_steps"])
+    more = f"start from its weights with {branch}"
     if first_change(config, longer, step) is None:
         more = f"--resume it with a larger --max_iters, or {more}"
     return f"finished at step {step}; {run.folder}/ckpt.pt has it; to train on, {more}"

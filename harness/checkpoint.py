@@ -50,6 +50,7 @@ def save_checkpoint(folder: Path, checkpoint: dict) -> None:
     # One fixed name: what a killed process leaves is written over by the next save.
     temporary = folder / "ckpt.pt.tmp"
     try:
+        folder.mkdir(parents=True, exist_ok=True)  # it may have been deleted while training
         with open(temporary, "wb") as file:
             torch.save({"format": FORMAT} | checkpoint, file)
             file.flush()
@@ -102,7 +103,7 @@ def find_checkpoint(path: str | Path) -> Path:
         where = "" if file.is_absolute() else f" (in {Path.cwd()})"
         raise UserError(
             f"no checkpoint at {file}{where}; {known_runs()}. "
-            "Train one, without --resume: python train.py config/demo.toml"
+            "To train one: python train.py CONFIG.toml --out_dir=FOLDER, without --resume"
         )
     return file
 
@@ -218,12 +219,17 @@ def without_feedback(path: str, checkpoint: dict) -> str:
     )
 
 
-def initial_weights(model: GPT, path: str, tokenizer: dict) -> None:
+def initial_weights(model: GPT, path: str, tokenizer: dict) -> int:
     """Takes another run's weights; a fusion that it lacks stays as initialised.
+
+    -> the multi-pass steps by which the fusion taken over was trained; 0 for one as initialised.
 
     UserError where the two do not fit. No other weight may be missing: it would stay random.
     """
-    checkpoint = load_checkpoint(path)
+    try:
+        checkpoint = load_checkpoint(path)
+    except UserError as error:
+        raise UserError(f"--init_from: {error}") from None
     may_differ = ("block_size", "dropout", "fusion", "vocab_size")
     theirs = checkpoint["model_config"]
     unlike = [
@@ -242,9 +248,11 @@ def initial_weights(model: GPT, path: str, tokenizer: dict) -> None:
             f"with the same one, such as its own, --dataset={checkpoint['train_config']['dataset']}"
         )
     weights = checkpoint["model"]
-    if theirs["fusion"] != model.config.fusion:
+    same_fusion = theirs["fusion"] == model.config.fusion
+    if not same_fusion:
         weights = {name: w for name, w in weights.items() if not name.startswith("fusion.")}
     model.load_state_dict(model.state_dict() | weights)
+    return checkpoint["feedback_steps"] if same_fusion else 0
 
 
 def check_same_run(saved: dict, identity: dict, folder: Path) -> None:
@@ -259,22 +267,35 @@ def check_same_run(saved: dict, identity: dict, folder: Path) -> None:
                          identity["train_config"].keys() - FREE_ON_RESUME)  # fmt: skip
     if unlike:
         raise other_code(f"{folder}/ckpt.pt", f"train_config {unlike}")
+    check_same_settings(saved, identity, folder)
     for name in SAME_DATA:
         if saved["dataset"].get(name) != identity["dataset"].get(name):
             raise UserError(
                 f"--resume: the text of the dataset has changed since {folder} began; "
                 "start anew with --overwrite in place of --resume, or prepare the same text again"
             )
-    for part in ("model_config", "train_config"):
+
+
+def check_same_settings(saved: dict, identity: dict, folder: Path) -> None:
+    """UserError with all flags that would make a run's settings those that it began with.
+
+    The dataset comes first: with another one the vocabulary differs too, which is not a setting.
+    """
+    unlike = []
+    flags = []
+    for part in ("train_config", "model_config"):
         for name, theirs in saved[part].items():
             ours = identity[part].get(name)
-            if ours != theirs and name not in FREE_ON_RESUME | {"grad_accum"}:
-                flag = key(name)
-                raise UserError(
-                    f"--resume: {flag} is {theirs} in {folder} and {ours} here; give the setting "
-                    f"it began with, --{flag}={flag_value(theirs)}, or start anew with --overwrite "
-                    "in place of --resume"
-                )
+            free = name in FREE_ON_RESUME | {"grad_accum", "vocab_size"}
+            if ours != theirs and not free:
+                unlike.append(f"{key(name)} is {theirs} in {folder} and {ours} here")
+                flags.append(f"--{key(name)}={flag_value(theirs)}")
+    if unlike:
+        what = "setting" if len(unlike) == 1 else "settings"
+        raise UserError(
+            f"--resume: {'; '.join(unlike)}. Give the {what} it began with, {' '.join(flags)}, or "
+            "start anew with --overwrite in place of --resume"
+        )
 
 
 def flag_value(value) -> str:

@@ -21,6 +21,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from harness.text import decode_text
 
 FLAG_NAMES = {"lam": "lambda"}  # Python does not allow `lambda` as a name
+FROM_NANOGPT = {
+    "gradient_accumulation_steps": "grad_accum",
+    "lr_decay_iters": "cooldown",
+    "min_lr": "cooldown",
+    "start": "prompt",
+}
 TRUTH = {"true": True, "false": False, "1": True, "0": False}
 UNWRITABLE = (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EBADF)  # full, too large, broken, closed
 PROCESS_GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by torchrun
@@ -31,6 +37,10 @@ class UserError(Exception):
 
     One line that names the flag or file, the bad value and the way out.
     """
+
+
+class OneProcessError(UserError):
+    """One that a single process of torchrun's may have; the others all have the same ones."""
 
 
 def setting(default: Any, help: str, flag: bool = True, path: bool = False) -> Any:
@@ -54,8 +64,11 @@ def require(settings: Any, name: str, holds: bool, rule: str) -> None:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """' (did you mean X?)' for the nearest known word, or ''."""
-    near = difflib.get_close_matches(word, known, n=1)
+    """' (did you mean X?)' for the nearest known word, or for nanoGPT's word for it, or ''."""
+    known = list(known)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.65)
+    if FROM_NANOGPT.get(word) in known:
+        near = [FROM_NANOGPT[word]]
     return f" (did you mean {near[0]}?)" if near else ""
 
 
@@ -318,12 +331,19 @@ def package() -> str:
     return spec.parent if spec is not None and spec.name.endswith(".__main__") else ""
 
 
-def tell(text: str) -> None:
-    """One line on stderr, however many processes torchrun started."""
-    in_group = all(name in os.environ for name in PROCESS_GROUP)
-    if not in_group or os.environ["LOCAL_RANK"] == "0":
-        name = package() or Path(sys.argv[0]).name
-        print(f"{name}: {' '.join(text.splitlines())}", file=sys.stderr)
+def tell(text: str, alone: bool = False) -> None:
+    """One line on stderr.
+
+    Of the processes that torchrun started on a machine the first one says it, and the others too
+    where they may be `alone` with it, with their number.
+    """
+    name = package() or Path(sys.argv[0]).name
+    in_group = all(variable in os.environ for variable in PROCESS_GROUP)
+    if in_group and os.environ["LOCAL_RANK"] != "0":
+        if not alone:
+            return
+        name += f", process {os.environ['RANK']}"
+    print(f"{name}: {' '.join(text.splitlines())}", file=sys.stderr)
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
@@ -339,7 +359,7 @@ def run(main: Callable[[list[str]], int | None]) -> None:
             sys.stdout.flush()  # here, where a closed pipe or a full disk can still be caught
         sys.exit(status)
     except UserError as error:
-        tell(str(error))
+        tell(str(error), alone=isinstance(error, OneProcessError))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

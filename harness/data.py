@@ -67,8 +67,12 @@ def check_meta(folder: Path) -> dict:
     tokenizer = meta["tokenizer"]
     vocab_size = meta["vocab_size"]
     dtype = token_dtype(vocab_size)
-    n_symbols = vocab_size  # GPT-2's is not loaded for this: it may need the network
-    if tokenizer["kind"] != "gpt2":
+    # GPT-2's may need the network, and a pretrained model's a library, which training does without.
+    if tokenizer["kind"] == "gpt2":
+        n_symbols = vocab_size
+    elif tokenizer["kind"] == "hf":
+        n_symbols = tokenizer["vocab_size"]
+    else:
         n_symbols = make_tokenizer(tokenizer).vocab_size
     if n_symbols != vocab_size or dtype.name != meta["dtype"]:
         stated = f"vocab_size={vocab_size} and dtype={meta['dtype']}"

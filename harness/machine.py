@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.configurator import PROCESS_GROUP, UserError
+from harness.configurator import PROCESS_GROUP, OneProcessError, UserError
 
 # --------------------------------------------------------------------------------------------------
 # Device and number format
@@ -92,20 +92,24 @@ OUT_OF_MEMORY = (
     "Storage size calculation overflowed",  # more bytes than there are numbers for
     "array is too big",  # NumPy's words for the same
     "Maximum allowed dimension exceeded",
+    "Overflow when unpacking",  # a size that no whole number of 64 bits holds
 )
 
 
 @contextlib.contextmanager
 def memory_for(flags: str):
-    """Around work that may need more memory than there is: then a UserError names the `flags`."""
+    """Around work that may need more memory than there is: then an error names the `flags`.
+
+    Of torchrun's processes one may be short of memory alone, so it is a OneProcessError.
+    """
     try:
         yield
-    except (RuntimeError, MemoryError, ValueError) as error:
+    except (RuntimeError, MemoryError, ValueError, TypeError) as error:
         reason = str(error).split("\n")[0]
         known = any(words in str(error) for words in OUT_OF_MEMORY)
         if not (known or isinstance(error, (MemoryError, torch.OutOfMemoryError))):
             raise
-        raise UserError(f"out of memory ({reason}); lower {flags}") from None
+        raise OneProcessError(f"out of memory ({reason}); lower {flags}") from None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -183,7 +187,7 @@ class Processes:
         if device.type == "cuda":
             n_gpus = torch.cuda.device_count()
             if local_rank >= n_gpus:
-                raise UserError(
+                raise OneProcessError(
                     f"LOCAL_RANK={local_rank}, but this machine has {n_gpus} GPUs: "
                     f"start torchrun with --nproc_per_node={n_gpus}"
                 )

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -157,8 +158,14 @@ class Log:
     def write(self, entry: dict) -> None:
         if not self.active:
             return
-        with writing_to(self.folder), open(self.current(), "a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        numbers = {}
+        for name, value in entry.items():  # JSON has no infinity, which a float16 gradient may be
+            finite = not isinstance(value, float) or math.isfinite(value)
+            numbers[name] = value if finite else None
+        with writing_to(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)  # it may have been deleted meanwhile
+            with open(self.current(), "a", encoding="utf-8") as file:
+                file.write(json.dumps(numbers) + "\n")
 
     def saved(self) -> None:
         """The run's checkpoint is in place, and now so is its log."""

@@ -12,7 +12,18 @@ from typing import Literal
 
 import pytest
 
-from harness.configurator import UserError, build, open_streams, parse, require, setting
+from harness.configurator import (
+    FROM_NANOGPT,
+    OneProcessError,
+    UserError,
+    build,
+    open_streams,
+    parse,
+    require,
+    run,
+    setting,
+    suggestion,
+)
 from model import GPTConfig
 
 ROOT = Path(__file__).parents[1]
@@ -558,12 +569,41 @@ def test_streams_that_are_not_files(monkeypatch, stream):
     assert replaced == (stream != "of a notebook")
 
 
+@pytest.mark.parametrize("theirs, ours", FROM_NANOGPT.items())
+def test_settings_of_nanogpt_are_understood(theirs, ours):
+    from sample import SampleConfig
+    from train import TrainConfig
+
+    of_one = [c for c in (SampleConfig, TrainConfig) if ours in c.__dataclass_fields__]
+    assert suggestion(theirs, of_one[0].__dataclass_fields__) == f" (did you mean {ours}?)"
+    assert suggestion(theirs, ["eval_iters", "n_layer"]) in ("", " (did you mean eval_iters?)")
+
+
 def test_every_process_tells_its_mistake_unless_torchrun_started_it(script):
     leftover = script("--stps=2", LOCAL_RANK="1")
     assert leftover.stderr.startswith("tool.py: unknown argument")
     group = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     assert script("--stps=2", LOCAL_RANK="1", **group).stderr == ""
     assert script("--stps=2", LOCAL_RANK="0", **group).stderr == leftover.stderr
+
+
+def test_a_process_that_fails_alone_says_so(tmp_path, monkeypatch, capsys):
+    """The first process may know nothing of it, and then nobody would tell."""
+
+    def main(argv):
+        raise OneProcessError("out of memory")
+
+    monkeypatch.setattr(sys, "argv", ["tool.py"])
+    group = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a"}
+    for name, value in (group | {"MASTER_PORT": "29500"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        run(main)
+    assert capsys.readouterr().err == "tool.py, process 5: out of memory\n"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(SystemExit):
+        run(main)
+    assert capsys.readouterr().err == "tool.py: out of memory\n"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes end in another error there")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.configurator import PROCESS_GROUP, UserError
+from harness.configurator import PROCESS_GROUP, OneProcessError, UserError
 from harness.machine import (
     compile_blocks,
     group_from_environment,
@@ -75,15 +75,20 @@ def test_out_of_memory_names_the_flags_for_each_allocator():
     def numpy_beyond_numbers():
         np.zeros(2**62)
 
+    def beyond_int64():
+        torch.empty(10**20)
+
     def generator():
         np.random.default_rng(1).integers(5, size=2**70)
 
     def cuda():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore lines")
 
-    allocators = (cpu_allocator, overflowing, numpy, numpy_beyond_numbers, generator, cuda)
+    allocators = (
+        cpu_allocator, overflowing, numpy, numpy_beyond_numbers, beyond_int64, generator, cuda
+    )
     for work in allocators:
-        with pytest.raises(UserError, match="out of memory .*; lower --this") as caught:
+        with pytest.raises(OneProcessError, match="out of memory .*; lower --this") as caught:
             with memory_for("--this"):
                 work()
         assert "\n" not in str(caught.value)

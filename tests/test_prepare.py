@@ -336,6 +336,52 @@ def test_keep_prepares_what_is_missing_or_damaged():
     assert "left out if --overwrite is given" in complaint("--keep", "--overwrite")
 
 
+def test_tokens_of_another_program_are_not_overwritten():
+    folder = Path("data/poem")
+    folder.mkdir(parents=True)
+    (folder / "train.bin").write_bytes(b"not ours")
+    Path("poem.txt").write_text(POEM)
+    for words in ([], ["--keep"]):
+        message = complaint("--input=poem.txt", *words)
+        assert "holds .bin files without a meta.json" in message
+        assert contents(folder) == {"train.bin": b"not ours"}
+    prepared(POEM, "poem", "--overwrite")  # the way out
+    assert load_meta(folder)["train_tokens"] == 205
+
+
+def test_data_whose_tokenizer_needs_a_library_are_good_without_it(monkeypatch):
+    folder = prepared(POEM)
+    meta = load_meta(folder)
+    spec = {"kind": "hf", "json": "{}", "vocab_size": meta["vocab_size"]}
+    (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": spec}))
+    before = contents(folder)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert load_meta(folder)["tokenizer"] == spec  # enough to train
+    prepared(POEM, "poem", "--keep")
+    assert "already holds other data" in complaint("--input=poem.txt")
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("kind", ["char", "gpt2"])
+def test_a_text_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch, kind):
+    text = " a\n\n b  \n\tc's 12\n\n\n \u00e9\r\n\x1c\n\u3000\nd\ne" * 9
+    if kind == "gpt2":
+        tiktoken = pytest.importorskip("tiktoken")
+        from tiktoken_ext.openai_public import r50k_pat_str as pattern  # GPT-2's own
+
+        ranks = {bytes([byte]): byte for byte in range(256)} | {b"\n\n": 256, b" b": 257}
+        library = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        made = types.SimpleNamespace(spec={"kind": "gpt2"}, encode=library.encode_ordinary)
+    else:
+        made = CharTokenizer("".join(sorted(set(text))))
+    monkeypatch.setattr(prepare, "PIECE", 5)
+    cuts = list(prepare.pieces(text))
+    assert "".join(cuts) == text and len(cuts) > 10
+    tokens = prepare.encode_part(text, made, np.dtype("<u2"))
+    assert tokens.dtype == np.dtype("<u2")
+    assert tokens.tolist() == made.encode(text)
+
+
 def test_the_demo_keeps_its_data():
     makefile = (ROOT / "Makefile").read_text()
     assert "prepare.py pydocs --keep\n" in makefile

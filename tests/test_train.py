@@ -21,7 +21,7 @@ from conftest import QUICK, SHAPE, configs
 from filelock import BaseFileLock, FileLock
 
 import train as trainer
-from harness.checkpoint import load_checkpoint, load_model, save_checkpoint
+from harness.checkpoint import load_checkpoint, load_model, save_checkpoint, without_feedback
 from harness.configurator import UserError, parse
 from harness.data import load_meta, load_tokens
 from harness.runlog import Log, locked
@@ -79,6 +79,15 @@ def flags_in(message: str) -> dict[str, str]:
     """The settings --name=value that a message recommends, as it writes them."""
     words = shlex.split(re.sub(r"[,;] ", " ", message))
     return dict(re.findall(r"^--(\w+)=(.*?)[.,;]?$", word)[0] for word in words if "=" in word)
+
+
+def branch_in(message: str) -> dict:
+    """The settings of the new run that a message recommends to start from this one's weights."""
+    ways = flags_in(message)
+    branch = {name: ways[name] for name in ("init_from", "out_dir")} | {"seed": int(ways["seed"])}
+    if "pass_mix" in ways:
+        branch["pass_mix"] = tuple(float(share) for share in ways["pass_mix"].split(","))
+    return branch
 
 
 def log(folder) -> list[dict]:
@@ -390,6 +399,25 @@ def test_a_loss_scaler_is_made_anew_where_the_checkpoint_has_none(start, monkeyp
     assert load_checkpoint(tmp_path / "run")["scaler"]["scale"] == 2.0**16
 
 
+def test_a_gradient_that_overflows_costs_the_whole_step(corpus, tmp_path, monkeypatch):
+    """Of all optimisers, also where the overflow is in the weights of one of them."""
+    monkeypatch.setattr(trainer, "pick_dtype", lambda name, device: torch.float16)
+    settings = {"optimizer": "muon", "pass_mix": (1.0,), "eval_iters": 0, "log_interval": 1}
+    with trainer.opened(*configs(corpus, tmp_path / "run", **settings)) as (run, log_of_run):
+        run.train_step()
+        before = {name: weight.clone() for name, weight in run.model.state_dict().items()}
+        run.backward(1, 1)
+        run.model.blocks[0].mlp.up.weight.grad[0, 0] = math.inf
+        norm = run.update(1e-3, [2.5])
+        assert norm == math.inf and run.scaler.get_scale() == 2.0**15
+        assert same_tensors(before, run.model.state_dict())
+        log_of_run.write({"step": 2, "grad_norm": norm})
+        run.train_step()
+        assert not same_tensors(before, run.model.state_dict())
+    text = (tmp_path / "run" / "log.jsonl").read_text()
+    assert json.loads(text)["grad_norm"] is None and "Infinity" not in text
+
+
 # What a resumed run may change
 
 
@@ -399,6 +427,23 @@ def resumed(start, **settings) -> str:
         start(resume=True, **settings)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_resume_names_all_settings_at_once_and_another_dataset_as_such(
+    start, copy_of, tiny_run, corpus, tmp_path
+):
+    import prepare
+
+    copy_of(tiny_run)
+    message = resumed(start, n_layer=1, lam=0.5)
+    assert "n_layer is 2 in" in message and "lambda is 1.0 in" in message
+    assert "--lambda=1.0 --n_layer=2, or start anew" in message
+    shutil.copytree(Path(corpus) / "tiny", tmp_path / "data" / "tiny")
+    (tmp_path / "other.txt").write_text("another text, of other symbols\n" * 100)
+    prepare.main([f"--input={tmp_path}/other.txt", f"--data_dir={tmp_path}/data"])
+    message = resumed(start, dataset="other", data_dir=tmp_path / "data")
+    assert "dataset is tiny in" in message and "--dataset=tiny, or" in message
+    assert "changed" not in message
 
 
 @pytest.mark.parametrize(
@@ -456,8 +501,7 @@ def test_another_length_is_refused_after_the_fact_and_each_way_out_works(
     assert (tmp_path / "run" / "ckpt.pt").read_bytes() == before
     ways = flags_in(message)
     assert ways["max_iters"] == "20" and ways["init_from"] == str(tmp_path / "run")
-    branch = {name: ways[name] for name in ("init_from", "out_dir")}
-    branched = start(max_iters=max_iters, **settings | branch)
+    branched = start(max_iters=max_iters, **settings | branch_in(message))
     assert branched["finished"] and branched["step"] == max_iters
     assert start(max_iters=20, **settings, resume=True)["finished"]
 
@@ -466,7 +510,28 @@ def test_the_finish_line_recommends_what_works(start, tmp_path, capsys):
     start(max_iters=8, eval_iters=0)
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("finished at step 8") and "--resume" not in line
-    assert start(max_iters=16, eval_iters=0, **flags_in(line))["finished"]
+    assert branch_in(line)["seed"] == 2  # with the same one it would read the same batches again
+    assert start(max_iters=16, eval_iters=0, **branch_in(line))["finished"]
+
+
+def test_a_run_that_starts_from_a_staged_one_keeps_its_later_passes(start, capsys):
+    staged = {"pass_mix": (0.5, 0.4, 0.1), "max_iters": 8, "eval_iters": 0}
+    start(**staged)
+    branch = branch_in(capsys.readouterr().out.splitlines()[-1])
+    assert branch["pass_mix"] == pytest.approx((0, 0.8, 0.2))
+    assert start(**staged | branch)["feedback_steps"] == 4 + 8
+    for single in ({"pass_mix": (1.0,)}, staged | {"interleave": True}):
+        start(**single | {"max_iters": 2, "overwrite": True})
+        assert "pass_mix" not in branch_in(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_mix_without_a_multi_pass_step_is_told(start, capsys):
+    start(pass_mix=(0.98, 0.02), max_iters=20, eval_iters=0)
+    told = capsys.readouterr().err
+    assert "--pass_mix=[0.98, 0.02] leaves none of --max_iters=20 steps" in told
+    start(pass_mix=(0.9, 0.1), max_iters=20, eval_iters=0, overwrite=True)
+    start(pass_mix=(1.0,), max_iters=20, eval_iters=0, overwrite=True)
+    assert "leaves none" not in capsys.readouterr().err
 
 
 def test_the_last_line_of_a_stopped_run_recommends_what_works(start, tmp_path, capsys):
@@ -508,6 +573,20 @@ def test_a_checkpoint_of_other_code_is_refused_on_resume(start, copy_of, tiny_ru
     assert start(resume=True)["finished"]
 
 
+def test_a_folder_that_vanishes_costs_neither_weights_nor_run(start, tmp_path, monkeypatch):
+    step = Run.train_step
+
+    def without_folder(self):
+        if self.counters["step"] == 2:
+            shutil.rmtree(tmp_path / "run")
+        return step(self)
+
+    monkeypatch.setattr(Run, "train_step", without_folder)
+    assert start(max_iters=4)["finished"]
+    assert load_checkpoint(tmp_path / "run")["step"] == 4
+    assert log(tmp_path / "run")[-1]["step"] == 4
+
+
 # Starting from another run
 
 
@@ -521,6 +600,15 @@ def test_init_from_takes_the_weights_and_adds_a_fresh_fusion(start, plain_run, t
     assert start(init_from=plain_run, max_iters=4, overwrite=True)["feedback_steps"] == 4
 
 
+def test_feedback_that_came_with_the_weights_counts_as_trained(start, tiny_run, tmp_path):
+    """With one pass per step from there on, Soft is still what the weights were trained for."""
+    fed = load_checkpoint(tiny_run)["feedback_steps"]
+    branch = {"init_from": tiny_run, "max_iters": 2, "pass_mix": (1.0,)}
+    assert start(**branch)["feedback_steps"] == fed > 0
+    assert without_feedback("run", load_checkpoint(tmp_path / "run")) == ""
+    assert start(fusion="add", overwrite=True, **branch)["feedback_steps"] == 0  # a fresh fusion
+
+
 def test_init_from_another_shape_names_all_flags_and_they_work(start, plain_run, tmp_path):
     with pytest.raises(UserError, match="--init_from=.* there and .* here; give ") as caught:
         start(init_from=plain_run, n_layer=3, n_embd=64, max_iters=1)
@@ -532,7 +620,7 @@ def test_init_from_another_shape_names_all_flags_and_they_work(start, plain_run,
 
 
 def test_init_from_nowhere_leaves_nothing(start, tmp_path):
-    with pytest.raises(UserError, match="no checkpoint.*nowhere"):
+    with pytest.raises(UserError, match="^--init_from: no checkpoint.*nowhere"):
         start(init_from="nowhere", out_dir=tmp_path / "deep" / "run")
     assert not list(tmp_path.iterdir())
 
@@ -777,23 +865,42 @@ def test_a_cpu_run_asks_nothing_of_cuda(start, monkeypatch):
 def test_a_loss_that_is_not_finite_keeps_the_checkpoint_and_each_way_out_works(
     start, tmp_path, monkeypatch
 ):
-    start(max_iters=6, signal_at=3)
+    long = {"max_iters": 30, "learning_rate": 0.01}
+    start(signal_at=20, **long)
     run = tmp_path / "run"
     before = (run / "ckpt.pt").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(GPT, "head", lambda self, h: math.nan * F.linear(h, self.embedding.weight))
         with pytest.raises(UserError) as caught:
-            start(max_iters=6, resume=True)
+            start(resume=True, **long)
     message = str(caught.value)
-    assert "after step 3" in message and "not finite; the last checkpoint is kept" in message
+    assert "after step 20" in message and "not finite; the last checkpoint is kept" in message
     assert (run / "ckpt.pt").read_bytes() == before
     ways = flags_in(message)
     rate = float(ways["learning_rate"])
-    assert 0 < rate < QUICK.get("learning_rate", 1e-3)
-    branch = {name: ways[name] for name in ("init_from", "out_dir")}
-    assert start(max_iters=6, learning_rate=rate, **branch)["finished"]
+    assert 0 < rate < long["learning_rate"]
+    assert start(max_iters=6, learning_rate=rate, **branch_in(message))["finished"]
     assert "--overwrite" in message
     assert start(max_iters=6, learning_rate=rate, overwrite=True)["finished"]
+
+
+def test_weights_no_better_than_a_guess_are_not_recommended(start):
+    """They are finite, and from there no rate leads anywhere."""
+    with pytest.raises(UserError, match="the last checkpoint is kept") as caught:
+        start(learning_rate=1e6, max_iters=50, eval_interval=1)
+    assert "--init_from" not in str(caught.value)
+    assert "--overwrite" in str(caught.value)
+
+
+def test_weights_that_fail_before_the_first_step_are_to_blame(start, tiny_run, copy_of):
+    run = copy_of(tiny_run)
+    checkpoint = load_checkpoint(run)
+    checkpoint["model"]["embedding.weight"] *= 1e38
+    save_checkpoint(run, checkpoint)
+    with pytest.raises(UserError, match="after step 0.*not finite") as caught:
+        start(init_from=str(run), out_dir=run.parent / "new", eval_iters=0)
+    assert "start from other weights" in str(caught.value)
+    assert "--learning_rate" not in str(caught.value)
 
 
 def test_a_wild_learning_rate_ends_with_a_rate_that_works(start):
