@@ -1,6 +1,6 @@
 """One HTML file in which trained models run: the shell game, the passes, and a text model.
 
-    python -m experiments.play out/cups_plain out/cups                     -> results/play.html
+    python -m experiments.play out/cups_plain out/cups                     -> out/results/play.html
     python -m experiments.play out/cups_plain out/cups --text=out/demo
 
 The first checkpoint is a plain model of the shell game, the second one trained on latent feedback.
@@ -57,7 +57,7 @@ N_CHECKED = 3  # tokens beyond block_size in the page's check of itself: the cac
 @dataclass(frozen=True)
 class Settings:
     text: str = setting("", "a text model with feedback, for the page's third part", path=True)
-    out: str = setting("results/play.html", "the file to write", path=True)
+    out: str = setting("out/results/play.html", "the file to write", path=True)
 
 
 def weight_names(config: GPTConfig) -> set[str]:

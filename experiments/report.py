@@ -43,7 +43,7 @@ class Settings:
     n_windows: int = setting(120, "evenly spaced windows of the validation split")
     device: str = setting("auto", "auto, cpu, cuda, mps")
     data_dir: str = setting("data", "where prepare.py wrote", path=True)
-    results_dir: str = setting("results", "where NAME.json and NAME.png go", path=True)
+    results_dir: str = setting("out/results", "where NAME.json and NAME.png go", path=True)
 
     def __post_init__(self):
         require(self, "seed", self.seed >= 0, "at least 0")
