@@ -16,7 +16,8 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def text() -> str:
     """The manual and the longer docstrings of this Python's library, as printable ASCII.
 
-    The text depends on the version of Python, and on nothing else.
+    The text depends on the version of Python and on what of its library is installed: some systems
+    leave out tkinter, idlelib or the manual.
     """
     try:
         from pydoc_data.topics import topics
