@@ -29,13 +29,15 @@ def turns(things: dict[str, Callable[[], object]], rounds: int, device: torch.de
     Two calls of each come first. They warm it up and tell how often a turn repeats it.
     """
     backend = getattr(torch, device.type)
+    # CUDA waits for its current device unless told another; mps has one, and takes no argument.
+    which = (device,) if device.type == "cuda" else ()
 
     def clock(thing: Callable[[], object], repeats: int) -> float:
-        backend.synchronize()
+        backend.synchronize(*which)
         began = time.perf_counter()
         for _ in range(repeats):
             thing()
-        backend.synchronize()
+        backend.synchronize(*which)
         return (time.perf_counter() - began) / repeats
 
     repeats = {}

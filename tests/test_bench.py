@@ -306,6 +306,14 @@ def test_turns_are_taken_in_turn(monkeypatch):
     assert [list(turn.values()) for turn in seconds] == [pytest.approx([0.008, 1.0])] * 3
 
 
+def test_turns_wait_for_the_device_that_works(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    device = torch.device("cuda:1")
+    timing.turns({"sum": lambda: sum(range(100))}, 1, device)
+    assert waited and set(waited) == {device}
+
+
 def test_medians_over_turns():
     seconds = [{"a": 2.0, "b": 1.0}, {"a": 9.0, "b": 3.0}, {"a": 5.0, "b": 1.0}]
     assert timing.ratio(seconds, "a", "b") == 3.0  # of 2, 3 and 5
