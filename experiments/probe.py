@@ -30,8 +30,9 @@ Measured (chance is 0.5, because all groups are balanced):
 Checkpoints whose settings differ in the seed alone are trainings of one series: its numbers are the
 mean over them and, from two on, Student's 95% interval of this mean. A single training has the
 standard error over the groups of a probe set instead, as if they were independent, which those of
-`completion`, whose numerals return in other groups, are not. A plain model of equal token-passes,
-as config/tasks.toml trains it, is a series like any other.
+`completion`, whose numerals return in other groups, are not; the figure draws 1.96 times this error,
+so that all its bars are 95% intervals. A plain model of equal token-passes, as config/tasks.toml
+trains it, is a series like any other.
 """
 
 import contextlib
@@ -358,9 +359,12 @@ def plot_answers(panel, curves: list[tuple]) -> None:
 
 
 def errorbar(panel, x, points: list[dict[str, float]], style: dict, label: str = "") -> None:
-    """Points with their interval, or with the error over groups of a single training."""
+    """Points with half of a 95% interval on each side.
+
+    It is over trainings, or, for a single training, over groups: there 1.96 standard errors.
+    """
     y = [point["accuracy"] for point in points]
-    half = [point.get("interval", point.get("error")) for point in points]
+    half = [point["interval"] if "interval" in point else 1.96 * point["error"] for point in points]
     panel.errorbar(x, y, half, **{"ms": 4, "lw": 1.2, "capsize": 2} | style, label=label or None)
 
 

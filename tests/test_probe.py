@@ -308,6 +308,15 @@ def test_mean_and_interval_over_trainings_by_hand():
     }
 
 
+def test_all_bars_are_half_of_a_95_percent_interval():
+    panel = Figure().subplots()
+    points = [{"accuracy": 0.5, "interval": 0.2}, {"accuracy": 0.5, "error": 0.1}]
+    probe.errorbar(panel, [0, 1], points, {})
+    (bars,) = panel.containers[0].lines[2]
+    heights = [ends[1, 1] - ends[0, 1] for ends in bars.get_segments()]
+    assert heights == pytest.approx([0.4, 2 * 1.96 * 0.1])
+
+
 # The experiment
 
 
