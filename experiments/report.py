@@ -60,9 +60,7 @@ def load(path: str, settings: Settings) -> tuple[GPT, dict, np.ndarray]:
     other data than it was trained on.
     """
     model, checkpoint = load_model(path, pick_device(settings.device))
-    step, n_steps = checkpoint["step"], checkpoint["train_config"]["max_iters"]
-    if step < n_steps:
-        print(f"{path}: trained for {step:,} of its {n_steps:,} steps", file=sys.stderr)
+    warn_of_early_stop(path, checkpoint)
     folder = Path(settings.data_dir) / checkpoint["train_config"]["dataset"]
     meta = load_meta(folder)
     pretrained = checkpoint["dataset"]["sha256"] == ""  # on no text of ours: any will do
@@ -77,6 +75,13 @@ def load(path: str, settings: Settings) -> tuple[GPT, dict, np.ndarray]:
     for part in ("model", "optimizers"):
         del checkpoint[part]
     return model, checkpoint, load_tokens(folder, "val", meta)
+
+
+def warn_of_early_stop(path: str, checkpoint: dict) -> None:
+    """A line on stderr where a run's training was stopped before its end."""
+    step, n_steps = checkpoint["step"], checkpoint["train_config"]["max_iters"]
+    if step < n_steps:
+        print(f"{path}: trained for {step:,} of its {n_steps:,} steps", file=sys.stderr)
 
 
 def held_out(model: GPT, tokens: np.ndarray, n_windows: int) -> tuple[Tensor, Tensor]:

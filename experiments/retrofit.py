@@ -4,7 +4,8 @@
     python -m experiments.retrofit out/smollm2_plain out/smollm2_fbt --n_tokens=16
 
 The first run is plain (config/smollm2.toml with --fusion=none --pass_mix=1), the others have
-feedback. All must have had the same batches: their losses are compared step by step.
+feedback. All must have begun from the same weights and had the same batches, because their losses
+are compared step by step.
 `computation` counts tokens times passes. Validation losses are those that training logged.
 
 With --n_tokens also the speed of decoding on one CPU thread, Standard and Soft, of the last run's
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from experiments.pretrained import HUGGING_FACE, library, their_names
 from experiments.report import Settings as Shared
-from experiments.report import labels, save, start, table
+from experiments.report import labels, save, start, table, warn_of_early_stop
 from harness.checkpoint import load_checkpoint, load_model, without_feedback
 from harness.configurator import UserError, parse, require, run, setting
 from harness.runlog import read_log
@@ -53,7 +54,10 @@ class Settings(Shared):
 
 
 def curves(path: str) -> dict:
-    """A run's settings and its losses by pass. UserError where there is no whole log."""
+    """A run's settings and its losses by pass. UserError where there is no whole log.
+
+    A line on stderr where its training was stopped before its end.
+    """
     folder = Path(path)
     entries = read_log(folder / "log.jsonl")
     training = [entry for entry in entries if "losses" in entry]
@@ -61,7 +65,8 @@ def curves(path: str) -> dict:
     if not training or not evaluations:
         raise UserError(f"{folder}/log.jsonl has no training or no evaluation; name a run's folder")
     checkpoint = load_checkpoint(path)
-    names = ("pass_mix", "lam", "jitter", "learning_rate", "max_iters", *BATCHES)
+    warn_of_early_stop(path, checkpoint)
+    names = ("init_from", "pass_mix", "lam", "jitter", "learning_rate", "max_iters", *BATCHES)
     config = checkpoint["train_config"]
     return {
         "train_config": {name: config[name] for name in names},
@@ -72,9 +77,9 @@ def curves(path: str) -> dict:
         "losses": [entry["losses"] for entry in training],
         "val_steps": [entry["step"] for entry in evaluations],
         "val_losses": [entry["val_losses"] for entry in evaluations],
-        "tokens": training[-1]["tokens"],
+        "tokens": checkpoint["tokens"],
         "compute_tokens": checkpoint["compute_tokens"],
-        "seconds": training[-1]["seconds"],
+        "seconds": round(checkpoint["seconds"], 3),
     }
 
 
@@ -91,6 +96,18 @@ def same_batches(paths: list[str], runs: list[dict]) -> None:
                     f"--{name}: {paths[0]} was trained with {theirs} and {path} with {ours}, so "
                     f"that their batches differ; train both with the same --{name}"
                 )
+
+
+def same_start(paths: list[str], runs: list[dict]) -> None:
+    """UserError where a run began from other weights than the first one."""
+    theirs = runs[0]["train_config"]["init_from"]
+    for path, one in zip(paths, runs, strict=True):
+        ours = one["train_config"]["init_from"]
+        if ours != theirs:
+            raise UserError(
+                f"--init_from: {paths[0]} began from {theirs or 'random weights'} and {path} from "
+                f"{ours or 'random weights'}; train both from the same ones"
+            )
 
 
 def against_plain(plain: dict, other: dict) -> dict:
@@ -216,6 +233,7 @@ def main(argv: list[str]) -> None:
     plain = runs[0]
     if plain["fusion"] != "none":
         raise UserError(f"{paths[0]} has a fusion; name a plain run first, of --fusion=none")
+    same_start(paths, runs)
     same_batches(paths, runs)
     rows = []
     for name, one in zip(names, runs):

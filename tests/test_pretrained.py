@@ -479,6 +479,7 @@ def test_the_next_scripts_take_it(imported, capsys):
     train(TrainConfig(**settings | plain), GPTConfig(**shape | {"fusion": "none"}))
     capsys.readouterr()
     retrofit.main(["out/plain", "out/fed", "--n_tokens=3", "--rounds=1"])
+    assert "trained for" not in capsys.readouterr().err
     made = json.loads(Path("results/retrofit.json").read_text())
     fed = made["runs"]["fed"]
     losses = [entry["losses"] for entry in entries if "losses" in entry]
@@ -489,7 +490,9 @@ def test_the_next_scripts_take_it(imported, capsys):
     assert gap["steps"] == [2, 2]
     assert gap["last_pass"] == pytest.approx(losses[1][2] - plain_losses[1][0])
     assert gap["pass_1"] == pytest.approx(losses[1][0] - plain_losses[1][0])
-    assert fed["compute_tokens"] == 3 * made["runs"]["plain"]["compute_tokens"]
+    assert fed["tokens"] == made["runs"]["plain"]["compute_tokens"] == 2 * 2 * 16
+    assert fed["compute_tokens"] == 3 * fed["tokens"]
+    assert fed["seconds"] == pytest.approx(load_checkpoint("out/fed")["seconds"], abs=1e-3)
     assert set(made["speed"]["tokens_per_cpu_second"]) == {"standard", "soft", "transformers"}
     with pytest.raises(UserError, match="has a fusion; name a plain run first"):
         retrofit.main(["out/fed", "out/plain"])
@@ -515,6 +518,29 @@ def test_runs_of_other_batches_are_not_compared(name):
     with pytest.raises(UserError) as caught:
         retrofit.same_batches(["a", "b", "c"], [run(7), run(7), run(8)])
     assert str(caught.value).startswith(f"--{name}: a was trained with 7 and c with 8, so that")
+
+
+def test_runs_that_began_from_other_weights_are_not_compared():
+    def run(start) -> dict:
+        return {"train_config": {"init_from": start}}
+
+    retrofit.same_start(["a", "b"], [run("out/x"), run("out/x")])
+    with pytest.raises(UserError, match="a began from out/x and c from random weights; train both"):
+        retrofit.same_start(["a", "b", "c"], [run("out/x"), run("out/x"), run("")])
+
+
+def test_a_retrofit_says_that_a_run_was_stopped_and_counts_what_it_did(
+    tiny_run, tmp_path, capsys
+):
+    """Its log was kept at the first steps alone, its checkpoint counts all that were done."""
+    checkpoint = load_checkpoint(tiny_run)
+    checkpoint["step"] = 7
+    checkpoint |= {"tokens": 300, "compute_tokens": 900, "seconds": 1.5}
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    shutil.copy(Path(tiny_run) / "log.jsonl", tmp_path)
+    found = retrofit.curves(str(tmp_path))
+    assert capsys.readouterr().err == f"{tmp_path}: trained for 7 of its 20 steps\n"
+    assert [found[name] for name in ("tokens", "compute_tokens", "seconds")] == [300, 900, 1.5]
 
 
 def test_an_experiment_reads_it_as_a_plain_run_without_computation(imported):
