@@ -173,12 +173,12 @@ def group_name(names: list[str]) -> str:
 
 def student(values: Iterable[float]) -> float | None:
     """Half of Student's 95% interval of the mean of values (N,); None for a single one."""
-    from scipy.stats import t
-
     sample = np.asarray(list(values), float)  # (N,)
     n = len(sample)
     if n < 2:
         return None
+    from scipy.stats import t  # here: a single value needs no scipy
+
     return float(t.ppf(0.975, n - 1) * sample.std(ddof=1) / n**0.5)
 
 

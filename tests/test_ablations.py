@@ -271,6 +271,10 @@ def test_paired_differences_by_hand():
     assert numbers["p"] == pytest.approx(1 - 2 * np.arctan(3) / np.pi, rel=1e-6)
     alone = compare.difference([1.0], [0.5])
     assert alone["interval"] is None and alone["p"] is None and alone["mean"] == 0.5
+    equal = compare.difference([1.0, 2.0], [0.5, 1.5])  # not a single one: certain, as far as told
+    assert equal == {"mean": 0.5, "interval": 0.0, "p": 0.0, "seeds": 2}
+    nothing = compare.difference([1.0, 2.0], [1.0, 2.0])
+    assert nothing == {"mean": 0.0, "interval": 0.0, "p": 1.0, "seeds": 2}
     ours = {1: run_of([1.0], standard=3.0), 3: run_of([1.0], standard=5.0)}
     theirs = {2: run_of([1.0], standard=9.0), 3: run_of([1.0], standard=4.0)}
     common = compare.paired(ours, theirs, "Soft")  # a plain model's Soft is its Standard

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from experiments.report import student
+
 # How many feedback passes a loss is read after, and the modes as decoded. A plain model has one
 # loss, which stands for all.
 BY_PASS = {"pass 1": 0, "pass 2": 1, "pass 3": 2, "pass 4": 3, "32 feedback passes": 32}
@@ -13,7 +15,7 @@ STATE = {
     "own state": "own_state",
 }
 FIRST = 4  # tokens that count as the start: the first whose own input the mode decides
-LEVEL = 0.05  # of the intervals, and of Holm's correction over a table
+LEVEL = 0.05  # of Holm's correction over a table
 
 Runs = dict[int, dict]  # an arm's finished runs, by seed
 
@@ -32,15 +34,19 @@ def losses_of(run: dict) -> dict[str, float]:
 def difference(ours: list[float], theirs: list[float]) -> dict:
     """The mean of paired differences, with Student's 95% interval and p; None for a single pair."""
     pairs = np.subtract(ours, theirs)  # (seeds,)
-    numbers = {"mean": float(pairs.mean()), "interval": None, "p": None, "seeds": len(pairs)}
-    if len(pairs) > 1 and np.ptp(pairs) > 0:
-        from scipy.stats import ttest_1samp  # here: with one seed, scipy is not needed
+    mean = float(pairs.mean())
+    return {"mean": mean, "interval": student(pairs), "p": p_value(pairs), "seeds": len(pairs)}
 
-        test = ttest_1samp(pairs, 0.0)
-        high = test.confidence_interval(1 - LEVEL).high
-        numbers["interval"] = float(high - pairs.mean())
-        numbers["p"] = float(test.pvalue)
-    return numbers
+
+def p_value(pairs: np.ndarray) -> float | None:
+    """Student's two-sided p of a mean of 0, of differences (N,); None for a single one."""
+    if len(pairs) < 2:
+        return None
+    if np.ptp(pairs) == 0:  # where the test divides by zero
+        return 0.0 if pairs.any() else 1.0
+    from scipy.stats import ttest_1samp  # here: with one seed, scipy is not needed
+
+    return float(ttest_1samp(pairs, 0.0).pvalue)
 
 
 def paired(ours: Runs, theirs: Runs, name: str) -> dict | None:
