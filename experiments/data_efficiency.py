@@ -210,14 +210,15 @@ def factor(
     return tokens / n_tokens, bound
 
 
-def bootstrap(plain: dict[int, Runs], n_tokens: int, ours: Runs, name: str, seed: int) -> dict:
+def factor_numbers(
+    plain: dict[int, Runs], n_tokens: int, ours: Runs, name: str, seed: int
+) -> dict:
     """The factor, and its 95% interval over resampled seeds, which needs at least two.
 
     "beyond": the share of resamples whose loss is beyond the curve, where a bound stands for them.
+    plain, ours: of the same seeds. seed: of the bootstrap.
     """
-    seeds = [one for one in ours if all(one in runs for runs in plain.values())]
-    if not seeds:
-        return {}
+    seeds = list(ours)
     value, bound = factor(plain, n_tokens, ours, name, seeds)
     numbers = {"factor": value, "bound": bound, "seeds": seeds, "interval": None, "beyond": None}
     if len(seeds) > 1:
@@ -237,8 +238,30 @@ def bootstrap(plain: dict[int, Runs], n_tokens: int, ours: Runs, name: str, seed
 # Results
 
 
+def of_common_seeds(found: dict) -> dict:
+    """The runs of the seeds that every arm has, so that all numbers are of the same seeds.
+
+    A line on stderr for the seeds that are left out. UserError where no seed is common to all.
+    """
+    seeds = set().union(*found.values())
+    common = seeds.intersection(*found.values())
+    if not common:
+        raise UserError(
+            "no seed is finished in every arm, so that they cannot be compared; "
+            "leave out --train=false to train the rest"
+        )
+    if left_out := sorted(seeds - common):
+        named = ", ".join(map(str, left_out))
+        print(f"seeds left out, because some arm lacks them: {named}", file=sys.stderr)
+    of_common = {}
+    for arm, runs in found.items():
+        of_common[arm] = {seed: run for seed, run in runs.items() if seed in common}
+    return of_common
+
+
 def results_of(found: dict, settings: Settings) -> list[dict]:
-    """An arm's mean losses, cost, and factors, one dict per arm."""
+    """An arm's mean losses, cost, and factors, one dict per arm; of the seeds that all have."""
+    found = of_common_seeds(found)
     plain = {size: runs for (name, size), runs in found.items() if name == PLAIN}
     arms = []
     for (name, size), runs in found.items():
@@ -257,7 +280,7 @@ def results_of(found: dict, settings: Settings) -> list[dict]:
         arm |= {"compute_tokens": cost, "computation": relative, "factors": {}}
         if name != PLAIN and len(plain) > 1:
             for loss in LOSSES:
-                arm["factors"][loss] = bootstrap(plain, size, runs, loss, settings.seed)
+                arm["factors"][loss] = factor_numbers(plain, size, runs, loss, settings.seed)
         arm["runs"] = [
             {"seed": seed, "step": run["step"], "seconds": run["seconds"]}
             | {loss: loss_of(run, loss) for loss in LOSSES}

@@ -174,18 +174,36 @@ def test_the_factor_and_its_bootstrap_by_hand():
     plain = {10: runs_with([2.0], [3.0]), 20: runs_with([1.0], [1.0])}
     ours = runs_with([2.0, 1.5] + [2.5] * 7, [3.0, 2.0] + [2.5] * 7)
     # both seeds: the plain curve falls from 2.5 to 1.0, and pass 2 is 1.75, half way
-    numbers = efficiency.bootstrap(plain, 10, ours, "pass 2", seed=1)
+    numbers = efficiency.factor_numbers(plain, 10, ours, "pass 2", seed=1)
     assert numbers["factor"] == pytest.approx(2**0.5) and numbers["bound"] == ""
     # seed 1 alone: 1.5 of 2.0 to 1.0, half way; seed 2 alone: 2.0 of 3.0 to 1.0, half way too
     assert numbers["interval"] == pytest.approx([2**0.5, 2**0.5])
-    fixed_point = efficiency.bootstrap(plain, 10, ours, "fixed point", seed=1)
+    fixed_point = efficiency.factor_numbers(plain, 10, ours, "fixed point", seed=1)
     # both: 2.5 of 2.5, factor 1; seed 1: 2.5 is above 2.0, a bound; seed 2: a quarter of the way
     assert fixed_point["factor"] == pytest.approx(1)
     assert fixed_point["interval"] == pytest.approx([1, 2**0.25])
     assert 0.2 < fixed_point["beyond"] < 0.3  # one resample in four
-    alone = efficiency.bootstrap(plain, 10, {1: ours[1]}, "pass 2", seed=1)
+    alone = efficiency.factor_numbers(plain, 10, {1: ours[1]}, "pass 2", seed=1)
     assert alone["factor"] == pytest.approx(2**0.5) and alone["interval"] is None
-    assert efficiency.bootstrap(plain, 10, {3: ours[1]}, "pass 2", seed=1) == {}
+
+
+def test_all_numbers_are_of_the_seeds_that_every_arm_has(capsys):
+    cost = {"compute_tokens": 1, "step": 1, "seconds": 1.0}
+    found = {}
+    for arm, by_seed in {
+        (efficiency.PLAIN, 10): {1: 2.0, 2: 9.0, 3: 3.0},
+        (efficiency.PLAIN, 20): {1: 1.0, 3: 1.5},
+        ("gated", 10): {2: 9.0, 1: 1.5, 3: 2.5},
+    }.items():
+        found[arm] = {seed: {"losses": [loss]} | cost for seed, loss in by_seed.items()}
+    arms = efficiency.results_of(found, efficiency.Settings())
+    assert [arm["seeds"] for arm in arms] == [[1, 3]] * 3
+    assert [arm["means"]["pass 1"] for arm in arms] == [2.5, 1.25, 2.0]
+    assert arms[2]["factors"]["pass 1"]["seeds"] == [1, 3]
+    assert capsys.readouterr().err == "seeds left out, because some arm lacks them: 2\n"
+    found["gated", 10] = {2: found["gated", 10][2]}
+    with pytest.raises(UserError, match="no seed is finished in every arm"):
+        efficiency.results_of(found, efficiency.Settings())
 
 
 def test_cells_say_what_is_a_bound():
@@ -193,6 +211,8 @@ def test_cells_say_what_is_a_bound():
     assert efficiency.cell(numbers) == "1.23 (1.10 to 1.40)"
     assert efficiency.cell(numbers | {"bound": ">", "beyond": 1.0}) == ">1.23"
     assert efficiency.cell(numbers | {"interval": None, "beyond": None}) == "1.23"
+    some = efficiency.cell(numbers | {"beyond": 0.25})
+    assert some == "1.23 (1.10 to 1.40, 25% beyond the curve)"
     assert efficiency.cell({}) == ""
 
 
@@ -207,7 +227,7 @@ def test_a_sweep_of_texts_ends_in_tables_json_and_picture(data, tmp_path, capsys
     words += [f"--results_dir={tmp_path}", "--fusion=add"]
     assert efficiency.main(words) == 0
     out = capsys.readouterr().out
-    assert "add, lambda 4, 3 passes" in out and "isotonic" not in out
+    assert "add, lambda 4, 3 passes" in out and "no finished plain run" not in out
     arms = json.loads((tmp_path / "data_efficiency.json").read_text())["arms"]
     plain = [arm for arm in arms if arm["recipe"] == "plain, equal parameters"]
     assert [arm["tokens"] for arm in plain] == [200, 250, 312, 391, 488, 610, 763]
