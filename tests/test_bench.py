@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from by_hand import naive_inputs
 from torch import nn
 
 from experiments import bench, peers, timing
@@ -348,14 +349,14 @@ def test_ours_have_equal_parameters():
         assert plain.config.d_hidden > model.config.d_hidden
 
 
-def test_decoding_leaves_the_cache_as_long_as_it_was():
+def test_decoding_feeds_the_soft_inputs_and_leaves_the_cache_as_long_as_it_was():
     model = GPT(GPTConfig(block_size=8, n_layer=1, n_head=2, n_embd=16)).eval()
     idx = torch.randint(256, (1, 8))
     cache, h = model.prefill(idx[:, :5], "soft")
     timing.decode(model, "soft", cache, h, idx[:, 5:])
     assert cache.length == 5
-    expected = model.passes(idx, 1)[0]  # of plain positions, which the prompt has
-    assert torch.allclose(h, expected[:, 4:5], atol=1e-5)
+    expected = naive_inputs(model, idx, 5, "soft")
+    assert torch.allclose(cache.u[:, 5:8], expected[:, 5:8], atol=1e-5)
 
 
 def test_peers_without_the_libraries(tiny_shape, monkeypatch, capsys, tmp_path):
@@ -418,7 +419,7 @@ def test_a_peer_has_equal_parameters_and_does_its_work(name):
     loss = other.loss(idx, idx.roll(-1, dims=1))
     assert loss.shape == () and math.isfinite(loss.item())
     other.model.eval()
-    read = []  # positions of each call of its first matrix: one per token, so its cache is used
+    read = []  # positions of each call of its first matrix: one per token
     matrix = next(m for m in other.model.modules() if isinstance(m, nn.Linear))
     ways = other.decoders(idx[:1, :8], idx[:1, 8:], compiling=False)
     matrix.register_forward_hook(lambda module, given, y: read.append(y[..., 0].numel()))
@@ -427,6 +428,24 @@ def test_a_peer_has_equal_parameters_and_does_its_work(name):
             read.clear()
             ways[way]()
             assert read == [1] * 8, way
+
+
+def test_hugging_face_decodes_with_its_cache():
+    """Without it each token would be read alone, which is as many positions and less work."""
+    pytest.importorskip("transformers")
+    other = peers.HuggingFace(TINY, 30_000, torch.device("cpu"))
+    other.model.eval()
+    idx = torch.randint(peers.VOCAB_SIZE, (1, TINY.block_size))
+    ways = other.decoders(idx[:, :8], idx[:, 8:], compiling=False)
+    with torch.no_grad():
+        expected = other.model(input_ids=idx, use_cache=False).logits[:, 8:]
+    seen = []
+    other.model.lm_head.register_forward_hook(lambda module, given, logits: seen.append(logits))
+    for name in ("hf_dynamic", "hf_static"):
+        for _ in range(2):  # the second time does the same
+            seen.clear()
+            ways[name]()
+            assert torch.allclose(torch.cat(seen, dim=1), expected, atol=1e-5), name
 
 
 @pytest.mark.parametrize(
