@@ -30,9 +30,9 @@ Measured (chance is 0.5, because all groups are balanced):
 Checkpoints whose settings differ in the seed alone are trainings of one series: its numbers are the
 mean over them and, from two on, Student's 95% interval of this mean. A single training has the
 standard error over the groups of a probe set instead, as if they were independent, which those of
-`completion`, whose numerals return in other groups, are not; the figure draws 1.96 times this error,
-so that all its bars are 95% intervals. A plain model of equal token-passes, as config/tasks.toml
-trains it, is a series like any other.
+`completion`, whose numerals return in other groups, are not; the figure draws 1.96 times this
+error, so that all its bars are 95% intervals. A plain model of equal token-passes, as
+config/tasks.toml trains it, is a series like any other.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-if __package__ in (None, ""):  # python experiments/probe.py
+if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np

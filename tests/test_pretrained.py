@@ -479,7 +479,6 @@ def test_the_next_scripts_take_it(imported, capsys):
     train(TrainConfig(**settings | plain), GPTConfig(**shape | {"fusion": "none"}))
     capsys.readouterr()
     retrofit.main(["out/plain", "out/fed", "--n_tokens=3", "--rounds=1"])
-    assert "trained for" not in capsys.readouterr().err
     made = json.loads(Path("results/retrofit.json").read_text())
     fed = made["runs"]["fed"]
     losses = [entry["losses"] for entry in entries if "losses" in entry]
@@ -541,6 +540,21 @@ def test_a_retrofit_says_that_a_run_was_stopped_and_counts_what_it_did(
     found = retrofit.curves(str(tmp_path))
     assert capsys.readouterr().err == f"{tmp_path}: trained for 7 of its 20 steps\n"
     assert [found[name] for name in ("tokens", "compute_tokens", "seconds")] == [300, 900, 1.5]
+
+
+def test_losses_are_compared_at_common_steps_alone():
+    plain = {"steps": [2, 4], "losses": [[1.0], [1.0]]}
+    with pytest.raises(UserError, match="no step in common; train both with --log_interval=1"):
+        retrofit.against_plain(plain, {"steps": [1, 3], "losses": [[1.0, 2.0]] * 2})
+
+
+@pytest.mark.parametrize("field", ["qk_norm", "input_norm", "depth_scale"])
+def test_a_model_that_transformers_lacks_is_not_timed(field):
+    norms = {"qk_norm": False, "input_norm": False, "depth_scale": False}
+    shape = {"vocab_size": V, "n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8}
+    retrofit.as_transformers(GPT(GPTConfig(**shape | norms)))
+    with pytest.raises(UserError, match="--n_tokens: transformers has no such model"):
+        retrofit.as_transformers(GPT(GPTConfig(**shape | norms | {field: True})))
 
 
 def test_an_experiment_reads_it_as_a_plain_run_without_computation(imported):

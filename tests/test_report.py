@@ -25,7 +25,7 @@ from experiments import (
     state_tracking,
     written_looks,
 )
-from harness.checkpoint import load_model
+from harness.checkpoint import load_checkpoint, load_model
 from harness.configurator import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +48,16 @@ def test_held_out_windows_are_even_and_hold_each_next_token(corpus, tiny_run):
     expected = window_rows(tokens, 7)
     assert idx.tolist() == expected[:, :-1].tolist()
     assert targets.tolist() == expected[:, 1:].tolist()
+
+
+def test_a_run_that_was_stopped_early_is_named(corpus, tiny_run, tmp_path, capsys):
+    settings = report.Settings(data_dir=corpus)
+    report.load(tiny_run, settings)
+    assert capsys.readouterr().err == ""
+    checkpoint = load_checkpoint(tiny_run)
+    torch.save(checkpoint | {"step": 19}, tmp_path / "ckpt.pt")
+    report.load(str(tmp_path), settings)
+    assert capsys.readouterr().err == f"{tmp_path}: trained for 19 of its 20 steps\n"
 
 
 def test_labels_are_folder_names_unless_two_are_the_same(tmp_path):
@@ -281,22 +291,15 @@ def test_scripts_run_by_their_file_without_a_notebooks_backend(tmp_path, corpus,
     assert (tmp_path / "prefill_passes.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "decoding_modes",
-        "gaps",
-        "loss_curves",
-        "play",
-        "prefill_passes",
-        "pretrained",
-        "retrofit",
-        "state_tracking",
-        "written_looks",
-    ],
-)
-def test_every_script_of_these_has_the_preamble(name):
-    lines = (ROOT / f"experiments/{name}.py").read_text().splitlines()
+SCRIPTS = [
+    file for file in sorted((ROOT / "experiments").glob("*.py"))
+    if file.read_text().endswith("    run(main)\n")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.stem)
+def test_every_script_has_the_preamble(file):
+    lines = file.read_text().splitlines()
     place = lines.index('if __package__ in (None, ""):')
     path = "    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))"
     assert lines[place + 1] == path
