@@ -25,11 +25,10 @@ The control, one pass fed the recorded states, shows what rounding does. Pass k 
 response's first k - 1 tokens. All fits into block_size: the cache never slides.
 """
 
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from torch.linalg import vector_norm
 from tqdm import tqdm
 
 from experiments import report
+from experiments.timing import ratio, turns
 from harness.configurator import UserError, parse, require, run, setting
 from model import GPT, KVCache, sampler
 
@@ -75,7 +75,7 @@ class Settings(RolloutSettings):
         24, "rollouts, from as many evenly spaced windows of the validation split"
     )
     temperature: float = setting(0.0, "of the rollouts; 0: greedy")
-    repeats: int = setting(15, "timed runs, of which the median counts")
+    repeats: int = setting(15, "turns of the timed runs; the median ratio counts")
 
     def __post_init__(self):
         super().__post_init__()
@@ -199,25 +199,12 @@ def compare(model: GPT, rebuilt: States, exact: States, n_prompt: int) -> dict[s
 
 
 def time_ratios(model: GPT, idx: Tensor, n_prompt: int, settings: Settings) -> dict[int, float]:
-    """k -> time of k passes over one rollout (1, T) / that of its sequential replay.
-
-    Medians of interleaved runs.
-    """
-
-    def seconds(work: Callable[[], States]) -> float:
-        began = time.perf_counter()
-        _, h = work()
-        h.sum().item()  # waits for the device
-        return time.perf_counter() - began
-
-    replays = []
-    parallel: dict[int, list[float]] = {k: [] for k in settings.passes}
-    for _ in tqdm(range(settings.repeats), "timing", leave=False, disable=None):
-        replays.append(seconds(lambda: replay(model, idx, n_prompt)))
-        for k, runs in parallel.items():
-            runs.append(seconds(lambda k=k: model.reconstruct(idx[:, :-1], n_prompt, k)))
-    whole = statistics.median(replays)
-    return {k: statistics.median(runs) / whole for k, runs in parallel.items()}
+    """k -> time of k passes over one rollout (1, T) / that of its sequential replay."""
+    things = {"replay": partial(replay, model, idx, n_prompt)}
+    for k in settings.passes:
+        things[f"{k} passes"] = partial(model.reconstruct, idx[:, :-1], n_prompt, k)
+    seconds = turns(things, settings.repeats, idx.device)
+    return {k: ratio(seconds, f"{k} passes", "replay") for k in settings.passes}
 
 
 def rollout_errors(model: GPT, prompts: Tensor, n_new: int, settings: Settings) -> dict[str, Any]:

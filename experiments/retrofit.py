@@ -17,7 +17,6 @@ machine.
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from torch import Tensor
 from experiments.pretrained import HUGGING_FACE, library, their_names
 from experiments.report import Settings as Shared
 from experiments.report import labels, save, start, table, warn_of_early_stop
+from experiments.timing import ratio, turns, typical
 from harness.checkpoint import load_checkpoint, load_model, without_feedback
 from harness.configurator import UserError, parse, require, run, setting
 from harness.runlog import read_log
@@ -162,12 +162,6 @@ def as_transformers(model: GPT):
     return theirs
 
 
-def cpu_seconds(job: Callable[[], object]) -> float:
-    began = time.process_time()
-    job()
-    return time.process_time() - began
-
-
 @torch.no_grad()
 def speed(model: GPT, settings: Settings) -> dict:
     """Tokens per CPU second of each way of decoding, and their ratios, medians over rounds."""
@@ -189,18 +183,13 @@ def speed(model: GPT, settings: Settings) -> dict:
         raise UserError("--n_tokens: transformers decodes another text; it is not the same model")
     ways = {"standard": partial(ours, "standard"), "soft": partial(ours, "soft"),
             "transformers": their_text}  # fmt: skip
-    seconds = {name: [] for name in ways}
-    for _ in range(settings.rounds):
-        for name, job in ways.items():
-            seconds[name].append(cpu_seconds(job))
-    soft = [s / p for s, p in zip(seconds["soft"], seconds["standard"])]
-    against = [t / p for t, p in zip(seconds["transformers"], seconds["standard"])]
+    seconds = turns(ways, settings.rounds, torch.device("cpu"), time.process_time)
     return {
         "tokens": n,
         "rounds": settings.rounds,
-        "tokens_per_cpu_second": {name: n / statistics.median(s) for name, s in seconds.items()},
-        "soft_time_over_standard": statistics.median(soft),
-        "standard_speed_over_transformers": statistics.median(against),
+        "tokens_per_cpu_second": {name: n / typical(seconds, name) for name in ways},
+        "soft_time_over_standard": ratio(seconds, "soft", "standard"),
+        "standard_speed_over_transformers": ratio(seconds, "transformers", "standard"),
     }
 
 

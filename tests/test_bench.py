@@ -307,6 +307,16 @@ def test_turns_are_taken_in_turn(monkeypatch):
     assert [list(turn.values()) for turn in seconds] == [pytest.approx([0.008, 1.0])] * 3
 
 
+def test_turns_read_the_clock_that_is_given():
+    now = [0.0]
+
+    def thing():
+        now[0] += 2.0
+
+    seconds = timing.turns({"one": thing}, 2, torch.device("cpu"), lambda: now[0])
+    assert seconds == [{"one": 2.0}] * 2
+
+
 def test_turns_wait_for_the_device_that_works(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)

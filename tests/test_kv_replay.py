@@ -7,7 +7,7 @@ import naive
 import pytest
 import torch
 
-from experiments import kv_replay, likelihood
+from experiments import kv_replay, likelihood, timing
 from harness.checkpoint import load_model
 from harness.configurator import UserError, build
 from model import GPT
@@ -147,7 +147,7 @@ def test_time_is_a_share_of_the_replay(model, prompts, monkeypatch):
         return stack(self, *given)
 
     monkeypatch.setattr(GPT, "stack", counted)
-    monkeypatch.setattr(kv_replay.time, "perf_counter", lambda: calls[0])  # ticks with every stack
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: calls[0])  # ticks with every stack
     settings = build(kv_replay.Settings, {"passes": (1, 4), "repeats": 3})
     by_passes = kv_replay.rollout_errors(model, prompts, 8, settings)["passes"]
     # A replay is a prefill and seven steps.
