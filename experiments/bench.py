@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experiments.peers import compare
-from experiments.report import origin
+from experiments.report import origin, write
 from experiments.timing import PeakMemory, decode, ratio, train_step, turns, typical
 from harness.checkpoint import load_model
 from harness.configurator import UserError, parse, require, run, setting
@@ -305,7 +305,7 @@ def main(argv: list[str]) -> int:
                 print(f"{name:20s}{value:10.4g}  {what}", flush=True)
     if settings.json:
         how = origin("bench", settings, began) | how
-        file.write_text(json.dumps(how | {"measured": measured}, indent=1) + "\n")
+        write(file, json.dumps(how | {"measured": measured}, indent=1) + "\n")
     return 0
 
 

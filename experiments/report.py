@@ -239,6 +239,8 @@ def commit() -> str:
 def write(file: Path, text: str) -> None:
     """Writes a file whole or not at all, and its folder. OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    # Unlike a run's files, which are locked, these may be written by two processes at a time: two
+    # sweeps publish the runs that they share.
     part = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     part.write_text(text)
     part.replace(file)
