@@ -23,7 +23,7 @@ import numpy as np
 
 from experiments.report import LOSS, draw_picture, origin, write
 from harness.configurator import UserError, parse, require, run, setting
-from harness.runlog import read_log
+from harness.runlog import read_evaluations, read_training
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,12 @@ def logged(folder: Path) -> tuple[list[dict], list[dict]]:
     file = folder / "log.jsonl"
     if not file.is_file():
         raise UserError(f"no log at {file}; name a run's folder, e.g. out/demo")
-    entries = read_log(file)
-    training = [entry for entry in entries if "losses" in entry]
-    evaluations = [entry for entry in entries if "val_losses" in entry]
+    evaluations = read_evaluations(folder)
     if not evaluations:
         raise UserError(
             f"{file} has no evaluations to draw; train with --eval_iters of at least 1"
         )
-    return training, evaluations
+    return read_training(folder), evaluations
 
 
 def curve(entries: list[dict], name: str, k: int, smooth: int = 1) -> Curve:

@@ -49,7 +49,7 @@ from experiments.ablations.spec import Spec
 from experiments.ablations.sweeps import KINDS, PLAIN, always, equal_compute
 from experiments.report import LOSS, save, start, table
 from harness.configurator import UserError, parse, require, run, setting
-from harness.runlog import read_log
+from harness.runlog import read_evaluations
 from model import GPTConfig
 from train import TrainConfig
 
@@ -125,8 +125,7 @@ def curves(runs: Runs, specs: dict[int, Spec]) -> dict:
     """
     all_losses = []
     for seed in runs:
-        entries = read_log(Path(specs[seed].train.out_dir, "log.jsonl"))
-        entries = [entry for entry in entries if "val_losses" in entry]
+        entries = read_evaluations(Path(specs[seed].train.out_dir))
         steps = [entry["step"] for entry in entries]
         all_losses.append([entry["val_losses"] for entry in entries])
     return {"steps": steps, "losses": np.mean(all_losses, axis=0).tolist()}

@@ -33,7 +33,7 @@ from experiments.report import labels, save, start, table, warn_of_early_stop
 from experiments.timing import ratio, turns, typical
 from harness.checkpoint import load_checkpoint, load_model, without_feedback
 from harness.configurator import UserError, parse, require, run, setting
-from harness.runlog import read_log
+from harness.runlog import read_evaluations, read_training
 from model import GPT
 
 BATCHES = ("seed", "batch_size", "grad_accum")  # of train_config: what a step's batch depends on
@@ -59,9 +59,8 @@ def curves(path: str) -> dict:
     A line on stderr where its training was stopped before its end.
     """
     folder = Path(path)
-    entries = read_log(folder / "log.jsonl")
-    training = [entry for entry in entries if "losses" in entry]
-    evaluations = [entry for entry in entries if "val_losses" in entry]
+    training = read_training(folder)
+    evaluations = read_evaluations(folder)
     if not training or not evaluations:
         raise UserError(f"{folder}/log.jsonl has no training or no evaluation; name a run's folder")
     checkpoint = load_checkpoint(path)

@@ -98,6 +98,16 @@ def read_log(file: Path) -> list[dict]:
     return entries
 
 
+def read_training(folder: Path) -> list[dict]:
+    """The training entries of a run's log, each with its "step" and "losses" by pass. UserError."""
+    return [entry for entry in read_log(folder / "log.jsonl") if "losses" in entry]
+
+
+def read_evaluations(folder: Path) -> list[dict]:
+    """The evaluations of a run's log, each with its "step" and "val_losses" by pass. UserError."""
+    return [entry for entry in read_log(folder / "log.jsonl") if "val_losses" in entry]
+
+
 def say(text: str) -> None:
     """Prints a line. A reader of stdout that has gone costs the line, not the run."""
     if sys.stdout is None:  # a program without a console

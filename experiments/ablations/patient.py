@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.machine import stop_on_signals
-from harness.runlog import read_log
+from harness.runlog import read_evaluations
 from model import GPTConfig
 from train import TrainConfig, opened
 
@@ -20,8 +20,7 @@ def no_better(losses: list[list[float]], patience: int) -> bool:
 
 def evaluations(folder: str) -> list[list[float]]:
     """The validation losses by pass in a run's log, in the order of its steps."""
-    entries = read_log(Path(folder, "log.jsonl"))
-    return [entry["val_losses"] for entry in entries if "val_losses" in entry]
+    return [entry["val_losses"] for entry in read_evaluations(Path(folder))]
 
 
 def train_patiently(config: TrainConfig, shape: GPTConfig, patience: int) -> dict:
