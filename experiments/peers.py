@@ -14,13 +14,14 @@ error: pip install --requirement requirements-peers.txt
 import copy
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from experiments.report import table
 from experiments.timing import decode, ratio, train_step, turns, typical
 from harness.machine import compile_blocks
 from model import GPT, Feedback, GPTConfig, objective
@@ -345,16 +346,13 @@ def measure(
     return found | decoding_results(ours, ways, rest.size(1), rounds, device)
 
 
-def table(measured: dict[str, dict[str, float]]) -> Iterator[str]:
-    """The README's table, line by line: shape name -> its numbers."""
-    headers = ["layers x width, block, batch", *(header for header, _, _ in COLUMNS)]
-    yield f"| {' | '.join(headers)} |"
-    yield "|" + "---|" * len(headers)
+def rows_of(measured: dict[str, dict[str, float]]) -> list[list[str]]:
+    """The rows of the README's table: shape name -> its numbers."""
+    rows = []
     for name, numbers in measured.items():
-        cells = [name]
-        for _, key, form in COLUMNS:
-            cells.append(form.format(numbers[key]) if key in numbers else "")
-        yield f"| {' | '.join(cells)} |"
+        cells = [form.format(numbers[key]) if key in numbers else "" for _, key, form in COLUMNS]
+        rows.append([name, *cells])
+    return rows
 
 
 def compare(rounds: int, compiling: bool, device: torch.device) -> dict[str, dict[str, float]]:
@@ -366,9 +364,8 @@ def compare(rounds: int, compiling: bool, device: torch.device) -> dict[str, dic
         measured[shape.name] = measure(shape, peers, rounds, compiling, device)
         print(f"{shape.name}: measured", file=sys.stderr, flush=True)
     print("Milliseconds per training step, tokens per second of one row:\n")
-    for line in table(measured):
-        print(line)
-    print()
+    headers = ["layers x width, block, batch", *(header for header, _, _ in COLUMNS)]
+    print(f"{table(headers, rows_of(measured))}\n")
     for name, numbers in measured.items():
         for key, value in numbers.items():
             if "_over_" in key:
