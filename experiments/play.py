@@ -32,7 +32,7 @@ from torch import Tensor
 
 from experiments.report import commit, need_feedback, write
 from experiments.state_tracking import need_games
-from harness.checkpoint import load_model, without_feedback
+from harness.checkpoint import flag_value, load_model, without_feedback
 from harness.configurator import UserError, key, parse, run, setting
 from model import GPT, GPTConfig, greedy
 from train import TrainConfig
@@ -173,9 +173,7 @@ def training_command(checkpoint: dict, out_dir: str) -> str:
             left_out = field.name in ("out_dir", "data_dir", "device", "resume", "overwrite")
             if left_out or not field.metadata["flag"] or value == field.default:
                 continue
-            if isinstance(value, tuple):
-                value = ",".join(str(number) for number in value)
-            words.append(shlex.quote(f"--{key(field.name)}={value}"))
+            words.append(shlex.quote(f"--{key(field.name)}={flag_value(value)}"))
     return " ".join(["python train.py", *words, f"--out_dir={shlex.quote(out_dir)}"])
 
 
