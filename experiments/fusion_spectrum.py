@@ -186,9 +186,9 @@ def fusion_numbers(model: GPT, idx: Tensor, n_passes: int) -> dict:
     return numbers
 
 
-def untrained(model: GPT, checkpoint: dict) -> GPT:
-    """A model of the same shape, initialised as train.py does for the checkpoint's seed."""
-    seed_torch(checkpoint["train_config"]["seed"], INIT)
+def untrained(model: GPT, seed: int) -> GPT:
+    """A model of the same shape, initialised as train.py does for a run's seed; in eval mode."""
+    seed_torch(seed, INIT)
     return GPT(model.config).eval().to(model.embedding.weight.device)
 
 
@@ -284,7 +284,8 @@ def main(argv: list[str]) -> int:
         model, checkpoint, tokens = loaded
         report.need_feedback(path, checkpoint)
         idx, _ = report.held_out(model, tokens, settings.n_windows)
-        before = fusion_numbers(untrained(model, checkpoint), idx, settings.passes)
+        initial = untrained(model, checkpoint["train_config"]["seed"])
+        before = fusion_numbers(initial, idx, settings.passes)
         after = fusion_numbers(model, idx, settings.passes)
         results[name] = {"untrained": before, "trained": after}
         if model.fusion.kind not in WITH_GATE:

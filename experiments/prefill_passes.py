@@ -119,14 +119,6 @@ def measure(model: GPT, idx: Tensor, targets: Tensor, n_feedback: int) -> dict:
     }
 
 
-def losses_by_pass(
-    model: GPT, idx: Tensor, targets: Tensor, n_feedback: int
-) -> tuple[list, list]:
-    """Mean loss after 0..n_feedback feedback passes, and each one's mean change of the states."""
-    numbers = measure(model, idx, targets, n_feedback)
-    return numbers["losses"], numbers["changes"]
-
-
 def gains_beyond(result: dict) -> list[float]:
     """Loss minus the plain pass's, over positions not exact by construction, by feedback pass."""
     pairs = zip(result["losses_beyond"], result["plain_beyond"], strict=True)

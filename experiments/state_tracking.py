@@ -47,6 +47,7 @@ from model import GPT, Mode
 BATCH = 250  # games at a time
 REACHED = 0.9  # the accuracy that counts as following the ball
 CHANCE = 1 / len(LOOKS)
+LOOK_TOKENS = CharTokenizer(SYMBOLS).encode(LOOKS)
 STYLES = {"standard": "--", "soft": "-", "fused": ":"}
 
 
@@ -86,7 +87,7 @@ def make_games(n_games: int, n_moves: int, n_prompt: int, seed: int) -> tuple[Te
 
 def guess(model: GPT, h: Tensor) -> Tensor:
     """The likeliest cup 0..4 to be looked at next, by states (..., D) -> (...)."""
-    return model.head(h)[..., CharTokenizer(SYMBOLS).encode(LOOKS)].argmax(-1)
+    return model.head(h)[..., LOOK_TOKENS].argmax(-1)
 
 
 @torch.no_grad()
@@ -147,7 +148,7 @@ def scores(guesses: Tensor, cups: Tensor) -> dict:
 
 def longest_gap(tokens: np.ndarray) -> int:
     """The longest run of moves in a text's tokens (N,)."""
-    looks = np.flatnonzero(np.isin(tokens, CharTokenizer(SYMBOLS).encode(LOOKS)))
+    looks = np.flatnonzero(np.isin(tokens, LOOK_TOKENS))
     return int(np.diff(looks, prepend=-1, append=len(tokens)).max()) - 1
 
 

@@ -28,13 +28,19 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from corpora.cups import LOOKS, SYMBOLS
 from experiments.report import Settings as Shared
 from experiments.report import save, start, table
-from experiments.state_tracking import BATCH, CHANCE, guess, make_games, players, wilson
+from experiments.state_tracking import (
+    BATCH,
+    CHANCE,
+    LOOK_TOKENS,
+    guess,
+    make_games,
+    players,
+    wilson,
+)
 from harness.checkpoint import without_feedback
 from harness.configurator import UserError, parse, require, run, setting
-from harness.tokenizer import CharTokenizer
 from model import GPT, Mode
 
 NEVER = 0  # moves per written look, of a model that writes none
@@ -65,7 +71,7 @@ def guesses_writing(model: GPT, games: Tensor, n_prompt: int, mode: Mode, every:
 
     After every `every`-th move but the last the model reads its own guess as a look.
     """
-    looks = torch.tensor(CharTokenizer(SYMBOLS).encode(LOOKS), device=games.device)  # (5,)
+    looks = torch.tensor(LOOK_TOKENS, device=games.device)  # (5,)
     n_moves = games.size(1) - n_prompt
     batches = []
     for part in tqdm(games.split(BATCH), f"{mode}, every {every}", leave=False, disable=None):

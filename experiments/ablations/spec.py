@@ -9,14 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experiments.decoding_modes import likelihood
-from experiments.prefill_passes import losses_by_pass
+from experiments.fusion_spectrum import untrained
+from experiments.prefill_passes import measure
 from experiments.report import commit, held_out
 from harness.checkpoint import load_model
 from harness.configurator import build
 from harness.data import load_meta, load_tokens
 from harness.machine import pick_device
 from model import GPT, GPTConfig
-from train import INIT, TrainConfig, seed_torch
+from train import TrainConfig
 
 KEPT_COUNTERS = ("step", "tokens", "compute_tokens", "seconds", "finished")
 SHARE_WINDOWS = 48  # the first of the windows: those that `state_share` looks at
@@ -83,16 +84,17 @@ def state_share(model: GPT, idx: Tensor, targets: Tensor) -> dict[str, float]:
     }
 
 
-def losses_by_position(spec: Spec, model: GPT) -> dict[str, list[float]]:
+def losses_by_position(
+    model: GPT, idx: Tensor, targets: Tensor, feedback: bool
+) -> dict[str, list[float]]:
     """Each mode's loss at the tokens after a prompt of half a window, (T / 2,) each.
 
-    The first is the first token whose own input the mode decides; the one before it, which
-    decoding_modes counts as well, is read off the prompt. Standard alone where no feedback was
-    trained.
+    idx, targets: tokens and next tokens (N, T). The first loss is that of the first token whose
+    own input the mode decides; the one before it, which decoding_modes counts as well, is read off
+    the prompt. Standard alone without feedback.
     """
-    idx, targets = spec.held_out(model)
     half = model.config.block_size // 2
-    modes = ("standard", "soft", "fused") if spec.feedback else ("standard",)
+    modes = ("standard", "soft", "fused") if feedback else ("standard",)
     positions = {}
     for mode in modes:
         losses = likelihood(model, idx, targets, half, mode)  # (N, T - half + 1)
@@ -110,15 +112,16 @@ def measure_run(spec: Spec, counters: dict) -> dict:
     model, _ = load_model(spec.train.out_dir, str(pick_device(spec.train.device)))
     idx, targets = spec.held_out(model)
     n_passes = spec.n_passes if spec.feedback else 0
-    numbers["losses"], numbers["changes"] = losses_by_pass(model, idx, targets, n_passes)
-    numbers["by_position"] = losses_by_position(spec, model)
+    by_pass = measure(model, idx, targets, n_passes)
+    numbers["losses"] = by_pass["losses"]
+    numbers["changes"] = by_pass["changes"]
+    numbers["by_position"] = losses_by_position(model, idx, targets, spec.feedback)
     for mode, losses in numbers["by_position"].items():
         numbers[mode] = sum(losses) / len(losses)
     if spec.feedback:
         few = slice(SHARE_WINDOWS)
         numbers |= state_share(model, idx[few], targets[few])
         if not spec.train.init_from:  # else it did not begin with random weights
-            seed_torch(spec.train.seed, INIT)
-            untrained = GPT(model.config).to(idx.device).eval()
-            numbers["untrained_share"] = state_share(untrained, idx[few], targets[few])["share"]
+            initial = untrained(model, spec.train.seed)
+            numbers["untrained_share"] = state_share(initial, idx[few], targets[few])["share"]
     return numbers
