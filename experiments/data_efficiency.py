@@ -353,7 +353,7 @@ def draw(figure, arms: list[dict]) -> None:
     axes.minorticks_off()
     axes.set_xlabel("training text (tokens)")
     axes.set_ylabel(LOSS)
-    axes.legend(fontsize=9)
+    axes.legend()
 
 
 def main(argv: list[str]) -> int:

@@ -199,7 +199,7 @@ def plot(figure, results: dict[str, dict]) -> None:
     for panel in (used, lost):
         panel.set(xlabel="tolerance", xscale="log", xlim=(2 * max(tols), min(tols) / 2))
     handles, labels = used.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2)
 
 
 def main(argv: list[str]) -> int:

@@ -269,7 +269,7 @@ def plot_checkpoint(figure, pair: dict[str, dict]) -> None:
         more_handles, more_labels = panel.get_legend_handles_labels()
         handles += more_handles
         labels += more_labels
-    legend.legend(handles, labels, loc="center", fontsize=9)
+    legend.legend(handles, labels, loc="center")
 
 
 def main(argv: list[str]) -> int:

@@ -269,12 +269,10 @@ def plot(figure, results: dict[str, dict], n_prompt: int) -> None:
     )
     for panel in panels.values():
         panel.set(yscale="log", ylabel="relative l2 error")
-    panels["passes"].legend(fontsize=9, loc="lower left")
+    panels["passes"].legend(loc="lower left")
     handles, labels = panels["layer"].get_legend_handles_labels()
     title = "by layer and by position: keys solid, values dashed"
-    figure.legend(
-        handles, labels, title=title, loc="outside lower center", ncols=4, fontsize=9
-    )
+    figure.legend(handles, labels, title=title, loc="outside lower center", ncols=4)
 
 
 def table_rows(results: dict[str, dict]) -> list[list]:

@@ -229,9 +229,7 @@ def plot(figure, results: dict[str, dict[str, Any]], settings: Settings) -> None
         panel.minorticks_off()
     handles, labels = token_error.get_legend_handles_labels()
     title = "rollouts (k = 1: plain, Standard's likelihood)"
-    figure.legend(
-        handles, labels, title=title, loc="outside lower center", ncols=2, fontsize=9
-    )
+    figure.legend(handles, labels, title=title, loc="outside lower center", ncols=2)
 
 
 def table_rows(name: str, by_passes: dict[int, dict[str, float]]) -> list[list]:

@@ -206,7 +206,7 @@ def draw(figure, results: dict[str, dict]) -> None:
         panels[0].set_ylim(lowest - 0.02, before + ABOVE)
     panels[0].set_ylabel(f"validation {LOSS}")
     handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize=9)
+    figure.legend(handles, names, loc="outside lower center", ncols=3)
 
 
 def main(argv: list[str]) -> int:

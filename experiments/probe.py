@@ -337,7 +337,7 @@ def plot_block(figure, name: str, sets: dict, plain: dict[str, dict]) -> None:
             panel.set(ylim=(0.3, 1.03), ylabel="accuracy")
     panels["legend"].axis("off")
     handles, labels = panels["answers"].get_legend_handles_labels()
-    panels["legend"].legend(handles, labels, loc="center", fontsize=9)
+    panels["legend"].legend(handles, labels, loc="center")
 
 
 def plot_answers(panel, curves: list[tuple]) -> None:

@@ -4,11 +4,10 @@ import numpy as np
 
 from experiments.ablations.compare import MODES
 from experiments.ablations.sweeps import EQUAL_ARM, PLAIN_ARM, Arm, Sweep
-from experiments.report import LOSS
+from experiments.report import LOSS, POINTS
 
 COLORS = {"Standard": "C0", "Soft": "C1", "Fused": "C2"}
 MARKERS = {"Standard": "o", "Soft": "s", "Fused": "^"}
-LETTERS = 9  # points, in a figure of 7 inches
 LINEAR = 0.1  # nats: larger differences are drawn by their logarithm where both sizes occur
 WIDEST = 0.45  # nats above the best point that a picture of losses shows; a diverging arm leaves it
 
@@ -71,7 +70,7 @@ def draw_dots(figure, results: dict[Arm, dict]) -> None:
     dots.set_ylim(n_arms - 0.5, -0.5)
     dots.grid(axis="y", linewidth=0.3)
     dots.set_xlabel("minus plain, equal parameters (nats per token)")
-    dots.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize=LETTERS, frameon=False)
+    dots.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False)
     draw_passes(panels, results)
 
 
@@ -111,13 +110,11 @@ def draw_passes(panels: dict, results: dict[Arm, dict]) -> None:
         axes.set_xticks(ticks, [str(k) for k in ticks])
         axes.minorticks_off()
         axes.set_xlabel("feedback passes")
-        axes.set_title(series, fontsize=LETTERS)
+        axes.set_title(series, fontsize=POINTS)
     first = next(iter(panels.values()))
     first.set_ylim(low - 0.02, min(first.get_ylim()[1], low + WIDEST))
     first.set_ylabel(LOSS)
-    first.figure.legend(
-        shown.values(), shown.keys(), loc="outside lower center", ncols=3, fontsize=LETTERS
-    )
+    first.figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=3)
 
 
 def draw_frontier(figure, results: dict[Arm, dict]) -> None:
@@ -133,8 +130,7 @@ def draw_frontier(figure, results: dict[Arm, dict]) -> None:
                       linewidth=1.2, label=f"{kind}: {mode}")
             if mode == "Soft":
                 for arm, x, y in zip(arms, standard, ours, strict=True):
-                    axes.annotate(f"{arm[1]:g}", (x, y), xytext=(4, 5), textcoords="offset points",
-                                  fontsize=LETTERS)
+                    axes.annotate(f"{arm[1]:g}", (x, y), xytext=(4, 5), textcoords="offset points")
     for arm, marker in ((PLAIN_ARM, "x"), (EQUAL_ARM, "*")):
         if arm in results:
             level = results[arm]["means"]["Standard"]
@@ -146,8 +142,8 @@ def draw_frontier(figure, results: dict[Arm, dict]) -> None:
         axes.axvline(level, color="black", linestyle="--", linewidth=0.8)
     axes.set_xlabel(f"Standard: {LOSS}")
     axes.set_ylabel(f"Soft and Fused: {LOSS}")
-    axes.set_title("The numbers are lambda; left and low is better", fontsize=LETTERS + 1)
-    axes.legend(fontsize=LETTERS)
+    axes.set_title("The numbers are lambda; left and low is better")
+    axes.legend()
 
 
 def draw_lines(figure, sweep: Sweep, results: dict[Arm, dict]) -> None:
@@ -185,4 +181,4 @@ def draw_lines(figure, sweep: Sweep, results: dict[Arm, dict]) -> None:
     differences.set_yticks(marks, [f"{mark:g}" for mark in marks])
     differences.minorticks_off()
     handles, names = losses.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=LETTERS)
+    figure.legend(handles, names, loc="outside lower center", ncols=2)
