@@ -1125,6 +1125,7 @@ def test_temperature_zero_is_greedy_whatever_the_seed():
         sampler(1e-8),
         sampler(1e-38),
         sampler(1e-310),
+        sampler(5e-324),
         sampler(1.0, top_k=1),
     ):
         assert torch.equal(pick(logits), logits.argmax(-1))
@@ -1156,6 +1157,15 @@ def test_sampled_frequencies(temperature, top_k):
     assert not counts[expected == 0].any()
     chi_square = ((counts - expected).square() / expected)[expected > 0].sum()
     assert chi_square < 18.5  # 0.1 % for four degrees of freedom
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_equal_logits_let_no_more_than_top_k_symbols_through(top_k):
+    drawn = sampler(1.0, top_k, seed=0)(torch.zeros(2000, V))
+    assert len(set(drawn.tolist())) == top_k
+    tied = torch.tensor([1.0, 3.0, 1.0, 1.0, 1.0]).expand(2000, -1)
+    drawn = sampler(1.0, top_k, seed=0)(tied)
+    assert 1 in drawn and len(set(drawn.tolist())) <= top_k
 
 
 def test_the_generator_decides_the_draws():

@@ -19,7 +19,7 @@ import torch
 import sample as sample_file
 from harness.configurator import UserError
 from harness.tokenizer import CharTokenizer
-from model import GPT, GPTConfig, sampler
+from model import GPT, GPTConfig
 from sample import departure, main
 
 HERE = Path(__file__).parents[1]
@@ -163,75 +163,6 @@ def sections(report) -> dict[str, tuple[str, str]]:
         == report
     )
     return {mode.lower(): (text, statistics) for mode, text, statistics in found}
-
-
-# The sampler
-
-
-LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-
-
-@pytest.mark.parametrize(
-    "temperature, top_k, expected",
-    [
-        (1.0, 0, [0.5, 0.3, 0.15, 0.05]),
-        (0.5, 0, [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
-        (1.0, 2, [0.625, 0.375, 0, 0]),
-        (0.5, 2, [0.25 / 0.34, 0.09 / 0.34, 0, 0]),
-        (1.0, 1, [1, 0, 0, 0]),
-        (1e6, 3, [1 / 3, 1 / 3, 1 / 3, 0]),
-    ],
-)
-def test_sampled_frequencies(temperature, top_k, expected):
-    n = 40_000
-    torch.manual_seed(11)
-    drawn = sampler(temperature, top_k)(LOGITS.expand(n, -1) + 7.0)
-    frequencies = torch.bincount(drawn, minlength=4) / n
-    assert drawn.shape == (n,)
-    torch.testing.assert_close(frequencies, torch.tensor(expected).float(), atol=0.01, rtol=0)
-    assert all(
-        frequency == 0 for frequency, share in zip(frequencies, expected, strict=True) if share == 0
-    )
-
-
-def test_temperature_zero_is_greedy_whatever_the_seed_and_a_tiny_one_too():
-    logits = torch.randn(50, V, generator=torch.Generator().manual_seed(0))
-    expected = [max(range(V), key=row.__getitem__) for row in logits.tolist()]
-    for temperature in (0, 0.0, 1e-8, 1e-30, 5e-324):
-        for seed in (0, 1):
-            assert sampler(temperature, seed=seed)(logits).tolist() == expected
-    assert sampler(0, top_k=5)(logits).tolist() == expected
-
-
-@pytest.mark.parametrize("temperature", [-1.0, -1e-9, math.nan, math.inf, -math.inf])
-def test_other_temperatures_are_refused(temperature):
-    with pytest.raises(ValueError, match="temperature=.* must be"):
-        sampler(temperature)
-
-
-def test_negative_top_k_is_refused():
-    with pytest.raises(ValueError, match="top_k=-1 must be"):
-        sampler(top_k=-1)
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 5])
-def test_equal_logits_let_no_more_than_top_k_symbols_through(top_k):
-    drawn = sampler(1.0, top_k, seed=0)(torch.zeros(2000, V))
-    assert len(set(drawn.tolist())) == top_k
-    tied = torch.tensor([1.0, 3.0, 1.0, 1.0, 1.0]).expand(2000, -1)
-    drawn = sampler(1.0, top_k, seed=0)(tied)
-    assert 1 in drawn and len(set(drawn.tolist())) <= top_k
-
-
-def test_top_k_of_zero_or_beyond_the_vocabulary_keeps_all_symbols():
-    logits = torch.zeros(2000, V)
-    draws = [sampler(1.0, top_k, 5)(logits).tolist() for top_k in (0, V, V + 1, 10**9)]
-    assert all(drawn == draws[0] for drawn in draws) and set(draws[0]) == set(range(V))
-
-
-def test_the_seed_decides_the_draws_and_rows_are_independent():
-    one, again, other = (sampler(seed=seed)(torch.zeros(100, V)).tolist() for seed in (0, 0, 1))
-    assert one == again != other and len(set(one)) > V / 2
 
 
 # Prompts
