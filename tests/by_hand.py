@@ -152,4 +152,5 @@ def refused(experiment, *words) -> str:
     """The message with which an experiment refuses these words."""
     with pytest.raises(UserError) as error:
         experiment.main(list(words))
+    assert "\n" not in str(error.value)
     return str(error.value)

@@ -2,6 +2,8 @@
 
 import os
 import random
+import shutil
+from pathlib import Path
 
 # Before torch is imported: small matrices gain nothing from more threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -91,6 +93,20 @@ def tiny_run(make_run) -> str:
 def plain_run(make_run) -> str:
     """A run of a plain model."""
     return make_run(fusion="none", pass_mix=(1.0,))
+
+
+@pytest.fixture(scope="session")
+def learned(make_run) -> str:
+    """A run long enough for its states and its modes to differ by more than noise."""
+    return make_run(max_iters=120, learning_rate=5e-3, eval_interval=0)
+
+
+@pytest.fixture(scope="session")
+def data(corpus, tmp_path_factory) -> str:
+    """A data_dir whose pydocs is the tiny corpus, 18,000 characters to train on."""
+    folder = tmp_path_factory.mktemp("data")
+    shutil.copytree(Path(corpus) / "tiny", folder / "pydocs")
+    return str(folder)
 
 
 SMALL_PRESET = """

@@ -1,21 +1,8 @@
 """The method in naive loops, without any cache: expectations that several test files share."""
 
-import numpy as np
 import torch
 
 from model import GPT
-
-
-def held_out_windows(corpus: str, n: int, length: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """n evenly spaced windows of the validation split of `tiny`: tokens and next tokens."""
-    tokens = np.fromfile(f"{corpus}/tiny/val.bin", dtype="<u2").astype(np.int64)
-    last = len(tokens) - length - 1
-    rows = []
-    for i in range(n):
-        start = int(i * last / max(n - 1, 1))
-        rows.append(tokens[start : start + length + 1])
-    both = torch.tensor(np.array(rows))
-    return both[:, :-1], both[:, 1:]
 
 
 def fused(model: GPT, h: torch.Tensor, e: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +16,6 @@ from experiments.ablations import patient, runs
 from experiments.ablations.spec import Spec
 from harness.configurator import UserError
 from harness.data import load_meta, load_tokens
-
-
-@pytest.fixture(scope="module")
-def data(corpus, tmp_path_factory) -> str:
-    """A data_dir whose pydocs is the tiny corpus, 18,000 characters to train on."""
-    folder = tmp_path_factory.mktemp("data")
-    shutil.copytree(Path(corpus) / "tiny", folder / "pydocs")
-    return str(folder)
-
 
 # Patience
 

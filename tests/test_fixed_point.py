@@ -7,6 +7,7 @@ import naive
 import numpy as np
 import pytest
 import torch
+from by_hand import validation, window_rows
 
 from experiments import fixed_point
 from harness.checkpoint import load_model
@@ -69,9 +70,10 @@ class Stops:
         self.n_plain = n_plain
         self.result = result
         self.n_passes = 16 if n_plain == 0 else 12  # one for plain positions, one for each other
-        self.idx, targets = naive.held_out_windows(corpus, 5)
+        rows = window_rows(validation(corpus), 5)
+        self.idx = rows[:, :-1]
         first = max(n_plain, 1)
-        self.goals = targets[:, first:]
+        self.goals = rows[:, 1 + first :]
         self.exact = [recurrence(model, row, n_plain)[first:] for row in self.idx]
         self.passes = []  # k - 1 -> (5, T - first, D)
         for k in range(1, self.n_passes + 1):

@@ -8,6 +8,7 @@ import naive
 import numpy as np
 import pytest
 import torch
+from by_hand import validation, window_rows
 from torch import nn
 
 from experiments import fusion_spectrum
@@ -53,7 +54,7 @@ def test_matrices_and_states_of_a_gated_fusion(gated, tiny_run, corpus):
         np.testing.assert_allclose(of["values"], values, rtol=1e-9)
         assert of["rank"] == sum(values > 32 * 2.0**-23 * values[0])
         assert of["effective_rank"] == pytest.approx(entropy_rank(values), rel=1e-9)
-    idx, _ = naive.held_out_windows(corpus, 7)
+    idx = window_rows(validation(corpus), 7)[:, :-1]
     h = states_fed_back(model, idx, 3)
     images = {"h": h, "W_H h": h @ model.fusion.W_H.weight.detach().T}
     assert list(found["states"]) == list(images)
@@ -71,7 +72,7 @@ def test_matrices_and_states_of_a_gated_fusion(gated, tiny_run, corpus):
 def test_the_gate_over_held_out_tokens(gated, tiny_run, corpus):
     gate = gated["trained"]["gate"]  # of each symbol with its frequency; here of each occurrence
     model, _ = load_model(tiny_run)
-    idx, _ = naive.held_out_windows(corpus, 7)
+    idx = window_rows(validation(corpus), 7)[:, :-1]
     norm_e = model.input_norm(model.embed(idx[:, 1:].flatten())).detach()
     gates = torch.sigmoid(norm_e @ model.fusion.W_G.weight.detach().T).double().numpy()
     counts = np.histogram(gates, 40, (0, 1))[0]

@@ -6,6 +6,7 @@ import math
 import naive
 import pytest
 import torch
+from by_hand import validation, window_rows
 
 from experiments import kv_replay, likelihood, timing
 from harness.checkpoint import load_model
@@ -24,7 +25,7 @@ def model(tiny_run) -> GPT:
 
 @pytest.fixture(scope="module")
 def prompts(corpus) -> torch.Tensor:
-    return naive.held_out_windows(corpus, 3)[0][:, :PROMPT]
+    return window_rows(validation(corpus), 3)[:, :PROMPT]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import math
 import naive
 import pytest
 import torch
+from by_hand import validation, window_rows
 
 from experiments import likelihood
 from harness.checkpoint import load_checkpoint, load_model, save_checkpoint
@@ -31,7 +32,7 @@ def other_run(make_run) -> str:
 
 @pytest.fixture(scope="module")
 def prompts(corpus) -> torch.Tensor:
-    return naive.held_out_windows(corpus, 6)[0][:, :PROMPT]
+    return window_rows(validation(corpus), 6)[:, :PROMPT]
 
 
 def run_likelihood(run: str, corpus: str, results, *flags) -> dict:

@@ -1,7 +1,6 @@
 """experiments/midtraining.py: what starts from where, and that residual kinds start as plain."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +10,6 @@ from experiments import midtraining
 from experiments.ablations import runs
 from harness.configurator import UserError, parse
 from harness.runlog import read_log
-
-
-@pytest.fixture(scope="module")
-def data(corpus, tmp_path_factory) -> str:
-    """A data_dir whose pydocs is the tiny corpus."""
-    folder = tmp_path_factory.mktemp("data")
-    shutil.copytree(Path(corpus) / "tiny", folder / "pydocs")
-    return str(folder)
 
 
 @pytest.fixture
@@ -56,7 +47,9 @@ def test_what_starts_from_where(words):
     assert Path(other.train.init_from).name != Path(base.train.out_dir).name
 
 
-def test_arms_start_as_the_plain_model_and_are_compared_with_it(words, tmp_path, capsys):
+def test_arms_start_as_the_plain_model_and_are_compared_with_it(
+    words, tmp_path, capsys, monkeypatch
+):
     assert midtraining.main([*words, "--seeds=2"]) == 0
     out = capsys.readouterr().out
     assert (tmp_path / "midtraining.png").read_bytes().startswith(b"\x89PNG")
@@ -87,6 +80,7 @@ def test_arms_start_as_the_plain_model_and_are_compared_with_it(words, tmp_path,
     assert numbers["mean"] == pytest.approx(sum(pairs) / 2)
     assert numbers["interval"] == pytest.approx(12.7062 * abs(pairs[0] - pairs[1]) / 2, rel=1e-4)
     assert result["tested"] == 1 + 5 * 3 and "not corrected" in out
+    monkeypatch.setattr(midtraining, "draw", lambda *_: None)  # a second picture shows nothing new
     assert midtraining.main([*words, "--seeds=2", "--train=false"]) == 0
     again = json.loads((tmp_path / "midtraining.json").read_text())
     assert again["arms"] == result["arms"]

@@ -25,12 +25,6 @@ from model import GPT
 N = 20  # windows, more than a batch of the experiment
 
 
-@pytest.fixture(scope="module")
-def learned(make_run) -> str:
-    """A run long enough for its states to differ by more than noise."""
-    return make_run(max_iters=120, learning_rate=5e-3, eval_interval=0)
-
-
 def test_losses_and_changes_equal_a_naive_recomputation(
     corpus, learned, tmp_path, monkeypatch, capsys
 ):

@@ -9,6 +9,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from by_hand import refused, saved_figures
 from matplotlib.figure import Figure
 
 import prepare
@@ -21,7 +22,7 @@ from train import TrainConfig, train
 
 B, T, L = 5, 12, 3
 PREFILLS = ["standard", "last 1", "last 2", "last 4", "recurrent", "fused", "fused 3"]
-SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 180, "fusion": "gated"}
+SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 180, "fusion": "gated"}
 
 
 @pytest.fixture
@@ -75,13 +76,6 @@ def make(data, tmp_path_factory):
 @pytest.fixture(scope="module")
 def tasks_run(make) -> str:
     return make(name="run_1", seed=1)
-
-
-def refused(*words) -> str:
-    with pytest.raises(UserError) as error:
-        probe.main(list(words))
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 # Expectations
@@ -341,24 +335,10 @@ def test_the_models_own_answers_are_counted(tasks_run, data, few):
             right[name] += ("d" if done > more else "m") == example.answer
             unrestricted[name] += symbols[int(row.argmax())] == example.answer
     for name, by in found["prefills"].items():
-        assert len(by["depths"]) == 3
+        assert len(by["depths"]) == 2
         assert by["answer"]["accuracy"] * 80 == pytest.approx(right[name])
         assert by["unrestricted"]["accuracy"] * 80 == pytest.approx(unrestricted[name])
     assert len(set(right.values())) > 1 and right != unrestricted
-
-
-@pytest.fixture
-def figures(monkeypatch) -> list[Figure]:
-    """Every figure that is saved."""
-    saved = []
-    savefig = Figure.savefig
-
-    def keep(figure, *args, **more):
-        saved.append(figure)
-        savefig(figure, *args, **more)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    return saved
 
 
 def curves_of(panel) -> dict[str, list[float]]:
@@ -375,7 +355,7 @@ def check_table(out: str, sets: dict) -> None:
     row = next(row for row in rows if row[0] == "run" and row[2:4] == ["memory", "8"])
     by = sets["memory"]["8"]["prefills"]
     wanted = [by[name]["depths"][0] for name in PREFILLS[:5]]
-    wanted.append(by["standard"]["depths"][2])
+    wanted.append(by["standard"]["depths"][1])
     for name in ("standard", "last 4", "recurrent", "fused", "fused 3"):
         wanted.append(by[name]["answer"])
     cells = [f"{one['accuracy']:.3f} ± {one['interval']:.3f}" for one in wanted]
@@ -404,7 +384,8 @@ def check_figure(figure: Figure, sets: dict, plain_sets: dict) -> None:
 
 
 @pytest.mark.usefixtures("few")
-def test_the_experiment_from_end_to_end(tasks_run, make, tmp_path, capsys, monkeypatch, figures):
+def test_the_experiment_from_end_to_end(tasks_run, make, tmp_path, capsys, monkeypatch):
+    figures = saved_figures(monkeypatch)
     second = make(name="run_2", seed=2)
     plain = make(name="plain", fusion="none", pass_mix=(1.0,))
     data_dir = torch.load(f"{plain}/ckpt.pt", weights_only=True)["train_config"]["data_dir"]
@@ -451,11 +432,11 @@ def test_the_experiment_from_end_to_end(tasks_run, make, tmp_path, capsys, monke
 @pytest.mark.usefixtures("few")
 def test_mistakes_are_refused_in_one_line(tasks_run, make, data, tiny_run, corpus, tmp_path):
     place = (f"--data_dir={data}", f"--results_dir={tmp_path}/no", f"--cache_dir={tmp_path}/kept")
-    assert "checkpoint" in refused(*place)
-    assert "--limit=3 must be at least 4" in refused(tasks_run, *place, "--limit=3")
-    message = refused(tiny_run, f"--data_dir={corpus}")
+    assert "checkpoint" in refused(probe, *place)
+    assert "--limit=3 must be at least 4" in refused(probe, tasks_run, *place, "--limit=3")
+    message = refused(probe, tiny_run, f"--data_dir={corpus}")
     assert tiny_run in message and "lacks" in message and "config/tasks.toml" in message
-    message = refused(make(name="short", block_size=100, max_iters=1), *place)
+    message = refused(probe, make(name="short", block_size=100, max_iters=1), *place)
     assert "block_size=100" in message and "180" in message and "--block_size=180" in message
     assert not (tmp_path / "no").exists()
 
@@ -467,4 +448,4 @@ def test_the_probes_need_scikit_learn(tasks_run, data, monkeypatch):
         return None if name == "sklearn" else found(name)
 
     monkeypatch.setattr(importlib.util, "find_spec", lacks)
-    assert "pip install scikit-learn" in refused(tasks_run, f"--data_dir={data}")
+    assert "pip install scikit-learn" in refused(probe, tasks_run, f"--data_dir={data}")
