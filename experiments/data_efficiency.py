@@ -38,8 +38,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from experiments.ablations.arms import Settings as Shared
-from experiments.ablations.arms import changed, gather, need_finished, preset
+from experiments.ablations.arms import TrainingSettings, changed, gather, need_finished, preset
 from experiments.ablations.compare import Runs
 from experiments.ablations.runs import with_folder
 from experiments.ablations.spec import Spec
@@ -63,7 +62,7 @@ PAPER = {"fusion": "gated", "lam": 1.0} | always(3)
 
 
 @dataclass(frozen=True)
-class Settings(Shared):
+class Settings(TrainingSettings):
     out_dir: str = setting("out/data_efficiency", "where the runs go", path=True)
     fusion: FusionKind = setting("residual", f"of the second recipe: {', '.join(KINDS)}")
     lam: float = setting(4.0, "lambda of the second recipe")

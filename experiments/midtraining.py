@@ -32,8 +32,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from experiments.ablations.arms import N_PASSES, changed, gather, need_finished, preset
-from experiments.ablations.arms import Settings as Shared
+from experiments.ablations.arms import (
+    N_PASSES,
+    TrainingSettings,
+    changed,
+    gather,
+    need_finished,
+    preset,
+)
 from experiments.ablations.compare import (
     MODES,
     Runs,
@@ -64,7 +70,7 @@ ABOVE = 0.1  # nats that the picture shows above the loss that all start from
 
 
 @dataclass(frozen=True)
-class Settings(Shared):
+class Settings(TrainingSettings):
     out_dir: str = setting("out/midtraining", "where the runs go", path=True)
     lam: float = setting(1.0, "lambda of the arms with feedback")
 

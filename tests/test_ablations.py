@@ -170,7 +170,7 @@ def manual(monkeypatch):
 
 def test_finished_runs_are_found_again(manual):
     """The folders of runs that took hours: neither a name nor a hash may change."""
-    settings = arms.Settings()
+    settings = arms.TrainingSettings()
     fusion = SWEEPS["fusion"].arms
     made = [
         (fusion["lambda 1, 3 passes", "gated"], 1, "base-a6af7849"),
@@ -206,7 +206,7 @@ def test_a_run_is_identified_by_what_decides_its_numbers(corpus, tmp_path):
 
 def test_every_arm_is_a_run_of_its_own_and_equal_arms_are_one(data, tmp_path):
     settings = build(
-        arms.Settings, {"data_dir": data, "out_dir": str(tmp_path), "preset": "quick"}
+        arms.TrainingSettings, {"data_dir": data, "out_dir": str(tmp_path), "preset": "quick"}
     )
     made = {}
     for name in SWEEPS:
@@ -435,7 +435,7 @@ def test_numbers_are_published_with_seven_digits():
 def test_what_is_finished_is_reported_without_training(words, tmp_path, capsys, monkeypatch):
     with pytest.raises(UserError, match="jitter: no finished run .* leave out --train=false"):
         ablations.main(["jitter", *words, "--train=false"])
-    settings, _ = parse(words, arms.Settings, positional="sweep")
+    settings, _ = parse(words, arms.TrainingSettings, positional="sweep")
     jitter = SWEEPS["jitter"].arms
     some = [(EQUAL_ARM, 1), (EQUAL_ARM, 2), (("", "0.02"), 2), (("", "0.0"), 1)]
     for arm, seed in some:

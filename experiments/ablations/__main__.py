@@ -49,8 +49,7 @@ import importlib.util
 import time
 from dataclasses import dataclass
 
-from experiments.ablations.arms import Settings as Shared
-from experiments.ablations.arms import gather, need_finished, spec_of
+from experiments.ablations.arms import TrainingSettings, gather, need_finished, spec_of
 from experiments.ablations.compare import (
     BY_PASS,
     MODES,
@@ -76,7 +75,7 @@ KEPT = ("step", "compute_tokens", "seconds", "finished", "commit", *STATE.values
 
 
 @dataclass(frozen=True)
-class Settings(Shared):
+class Settings(TrainingSettings):
     published: bool = setting(False, "take runs from results/ablations/runs, if they are there")
 
 

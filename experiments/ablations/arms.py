@@ -20,7 +20,7 @@ N_PASSES = 100  # feedback passes that a run is measured with
 
 
 @dataclass(frozen=True)
-class Settings(Shared):
+class TrainingSettings(Shared):
     """Of every experiment that trains: which preset, how many seeds, how many runs at a time."""
 
     preset: Literal["quick", "laptop", "gpu"] = setting(
@@ -44,7 +44,7 @@ class Settings(Shared):
         return range(self.seed, self.seed + self.seeds)
 
 
-def preset(settings: Settings) -> tuple[TrainConfig, GPTConfig]:
+def preset(settings: TrainingSettings) -> tuple[TrainConfig, GPTConfig]:
     """What the arms have in common, with the settings of the command line."""
     file = ROOT / "config" / PRESETS[settings.preset]
     config, shape, _ = parse([str(file)], TrainConfig, GPTConfig)
@@ -81,7 +81,7 @@ def changed(config: TrainConfig, shape: GPTConfig, arm: dict) -> tuple[TrainConf
     return replace(config, **ours), replace(shape, **theirs)
 
 
-def spec_of(arm: dict, seed: int, settings: Settings) -> Spec:
+def spec_of(arm: dict, seed: int, settings: TrainingSettings) -> Spec:
     """One run of an arm, in its folder."""
     config, shape = preset(settings)
     base = Spec(config, shape, settings.n_windows, N_PASSES, keep=settings.keep)
@@ -90,7 +90,7 @@ def spec_of(arm: dict, seed: int, settings: Settings) -> Spec:
     return with_folder(spec, base, Path(settings.out_dir) / settings.preset)
 
 
-def gather(specs: dict, settings: Settings) -> dict:
+def gather(specs: dict, settings: TrainingSettings) -> dict:
     """Does the runs of {arm: {seed: spec}} -> {arm: {seed: its numbers}}.
 
     Seed by seed, so that an interrupted sweep has whole seeds. With --train=false nothing is
@@ -111,7 +111,7 @@ def gather(specs: dict, settings: Settings) -> dict:
     return found
 
 
-def need_finished(found: dict, settings: Settings, what: str) -> None:
+def need_finished(found: dict, settings: TrainingSettings, what: str) -> None:
     """UserError where no run is finished that could be reported."""
     if not found:
         raise UserError(

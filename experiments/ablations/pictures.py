@@ -63,7 +63,7 @@ def draw_dots(figure, results: dict[Arm, dict]) -> None:
                 capsize=2,
                 markersize=5,
                 elinewidth=1,
-                label=arm_legend(dots, "plain" if plain else name),
+                label=label_once(dots, "plain" if plain else name),
             )
     dots.axvline(0, color="black", linestyle="--", linewidth=1)
     dots.set_yticks(range(n_arms), [label(arm) for arm in results])
@@ -79,7 +79,7 @@ def is_fed(result: dict) -> bool:
     return len(result["losses"]) > 1
 
 
-def arm_legend(axes, name: str) -> str | None:
+def label_once(axes, name: str) -> str | None:
     """The name where the legend does not have it yet."""
     _, names = axes.get_legend_handles_labels()
     return None if name in names else name
