@@ -1,4 +1,6 @@
-"""One module per figure: `python -m experiments.NAME` prints a table and writes NAME.json and .png.
+"""The experiments: `python -m experiments.NAME` measures, and `--help` says what.
 
-Both go to out/results, or to --results_dir. Those that the project publishes are in results/.
+Most print a table and write NAME.json and NAME.png to out/results/, or to --results_dir. bench,
+loss_curves, play and pretrained write what their help says; peers, report and timing are parts of
+others.
 """

@@ -5,10 +5,10 @@
     Hugging Face    transformers' Llama: the same blocks without QK-norm, and no feedback
     x-transformers  its FullBandwidth wrapper, the one other library known to have this method
 
-Each library gets its fastest documented way: scaled_dot_product_attention, one forward call per
-token with its own cache, no generation framework around it; with --compile, Hugging Face's model is
-compiled as well, and its quickest way counts. A library that is not installed is one line, not an
-error: pip install --requirement requirements-peers.txt
+Each library gets its fastest documented way: scaled_dot_product_attention and its own cache.
+Hugging Face's model decodes in several ways, of which the quickest counts: one forward call per
+token with either of two caches, its generate, and, with --compile, the compiled model. A library
+that is not installed is one line, not an error: pip install --requirement requirements-peers.txt
 """
 
 import copy

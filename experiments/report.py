@@ -298,7 +298,9 @@ def save(
 
 
 def draw_picture(file: Path, draw: Callable[[Any], None]) -> bool:
-    """Writes a picture that draw(figure) fills. Any failure costs the picture alone, and one line.
+    """Writes a picture that draw(figure) fills -> whether it could.
+
+    Any failure costs the picture alone, and one line on stderr.
 
     draw may change the figure's height; its width stays WIDTH inches, or its letters grow with it.
     """

@@ -65,7 +65,7 @@ def in_this_process(monkeypatch) -> list[list[str]]:
 
 
 def passes_of(words: list[str]) -> float:
-    """Passes over a batch in all steps of an arm, and how many of its steps take a single one."""
+    """Passes over a batch in all steps of an arm."""
     flags = dict(word.lstrip("-").split("=") for word in words)
     mix = [float(share) for share in flags["pass_mix"].split(",")]
     per_step = sum(k * share for k, share in enumerate(mix, start=1))

@@ -27,12 +27,13 @@ and for an untrained model; the loss of pass 2 with the states as they are, and 
 the mean state, both on the first 48 windows; Soft minus the plain model at the start (the first 4
 tokens whose own input Soft decides) and at the rest.
 
-The second has paired differences: the arms of a seed see the same batches and begin with the same
-weights (except the fusion's); `pairs` says how many seeds both have. "plain, equal parameters" is a
-plain model whose MLP is wider by what the gated fusion's matrices have; it takes as many steps, or,
-for the arms of equal computation in `warmup`, as many as cost the same. After ± stands Student's
-95% interval, which needs two seeds; it is of that difference alone, not corrected for how many
-stand side by side. A * marks those that survive Holm's correction over their table.
+The second has paired differences: the arms of a seed see the same batches; arms of one shape begin
+with the same weights (except the fusion's), and the plain model of equal parameters has others.
+`pairs` says how many seeds both have. "plain, equal parameters" is a plain model whose MLP is wider
+by what the gated fusion's matrices have; it takes as many steps, or, for the arms of equal
+computation in `warmup`, as many as cost the same. After ± stands Student's 95% interval, which
+needs two seeds; it is of that difference alone, not corrected for how many stand side by side. A *
+marks those that survive Holm's correction over their table.
 
 In `depth`, models of 1, 2, 4 and 8 layers have equal parameters: n_embd shrinks as layers are
 added, to the nearest multiple of 2 n_head, and n_hidden makes up for the rest. In `window`, an arm
