@@ -57,6 +57,8 @@ class Settings(RolloutSettings):
 
     def __post_init__(self):
         super().__post_init__()
+        used = self.sampler != "" or self.sampler_mode == "soft"
+        require(self, "sampler_mode", used, "left out without --sampler, whose mode it is")
         require(self, "clip", self.clip > 0, "positive, e.g. 0.2")
         require(self, "tolerance", self.tolerance > 0, "positive, e.g. 0.01")
         require(self, "share", 0 < self.share <= 1, "above 0 and at most 1")

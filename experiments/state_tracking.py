@@ -63,6 +63,8 @@ class Settings(Shared):
         super().__post_init__()
         for name in ("n_moves", "n_prompt", "prefill_passes"):
             require(self, name, getattr(self, name) >= 1, "at least 1")
+        used = self.n_prompt > 1 or self.prefill_passes == 1
+        require(self, "prefill_passes", used, "left out with --n_prompt=1, where Fused is Soft")
         rule = "at least 2 each, because standard is the single plain pass"
         require(self, "passes", min(self.passes) >= 2, rule)
 

@@ -216,7 +216,15 @@ def test_a_sampler_must_read_the_same_tokens(tiny_run, corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flag", ["--tolerance=0", "--clip=0", "--share=0", "--share=1.5", "--sampler_mode=fused"]
+    "flag",
+    [
+        "--tolerance=0",
+        "--clip=0",
+        "--share=0",
+        "--share=1.5",
+        "--sampler_mode=fused",
+        "--sampler_mode=standard",  # of no sampler
+    ],
 )
 def test_settings_of_likelihood_are_checked(tiny_run, corpus, flag):
     with pytest.raises(UserError, match=flag.split("=")[0]):

@@ -236,4 +236,5 @@ def test_mistakes_are_named(runs, data, corpus, tiny_run, tmp_path):
     for word in ("--n_moves=0", "--n_prompt=0", "--prefill_passes=0", "--n_windows=0", "--seed=-1"):
         assert word in complaint(word)
     assert "--passes=(1, 2)" in complaint("--passes=1,2")
+    assert "--prefill_passes=3 must be left out" in complaint("--prefill_passes=3")
     assert not Path(tmp_path, "none").exists()
