@@ -44,6 +44,7 @@ class Settings(Shared):
     seed: int = setting(1, "not used", flag=False)
     n_windows: int = setting(120, "not used", flag=False)
     data_dir: str = setting("data", "not used", flag=False)
+    device: str = setting("cpu", "not used", flag=False)
     n_tokens: int = setting(0, "tokens decoded to time each way of decoding; 0: no timing")
     rounds: int = setting(5, "times that all ways are timed, one after the other")
 

@@ -225,6 +225,7 @@ def test_a_home_folder_is_expanded(corpus, tiny_run, tmp_path, monkeypatch):
         (retrofit, "seed"),
         (retrofit, "n_windows"),
         (retrofit, "data_dir"),
+        (retrofit, "device"),
         (gaps, "data_dir"),
         (probe, "n_windows"),
     ],
