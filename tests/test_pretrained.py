@@ -479,7 +479,7 @@ def test_the_next_scripts_take_it(imported, capsys):
     train(TrainConfig(**settings | plain), GPTConfig(**shape | {"fusion": "none"}))
     capsys.readouterr()
     retrofit.main(["out/plain", "out/fed", "--n_tokens=3", "--rounds=1"])
-    made = json.loads(Path("results/retrofit.json").read_text())
+    made = json.loads(Path("out/results/retrofit.json").read_text())
     fed = made["runs"]["fed"]
     losses = [entry["losses"] for entry in entries if "losses" in entry]
     plain_losses = made["runs"]["plain"]["losses"]
@@ -562,7 +562,7 @@ def test_an_experiment_reads_it_as_a_plain_run_without_computation(imported):
     prepare.main(["--input=text.txt", f"--name={imported.name}", f"--tokenizer={imported}"])
     few = ["--n_windows=2", "--n_samples=1", "--max_new_tokens=4"]
     assert decoding_modes.main([str(imported), *few]) == 0
-    made = json.loads(Path("results/decoding_modes.json").read_text())
+    made = json.loads(Path("out/results/decoding_modes.json").read_text())
     found = made["checkpoints"][imported.name]
     assert found["compute_tokens"] == 0 and list(found["modes"]) == ["standard"]
     assert made["rows"][0]["computation"] is None
