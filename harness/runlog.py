@@ -155,11 +155,24 @@ class Log:
         with writing_to(folder):
             kept = []
             if not fresh:
+                self.finish_overwriting()
                 kept = [entry for entry in read_log(self.file) if entry["step"] <= step]
             self.beside.unlink(missing_ok=True)  # of a run that ended before its first checkpoint
             self.pending = fresh and (folder / "ckpt.pt").exists()
             lines = "".join(json.dumps(entry) + "\n" for entry in kept)
             write_whole(self.current(), lines)
+
+    def finish_overwriting(self) -> None:
+        """Moves the log of a run into place that was killed just after its first checkpoint was.
+
+        All that such a log holds is older than that checkpoint. The log of a run that never saved
+        is younger than the checkpoint beside it, which is the former run's.
+        """
+        checkpoint = self.folder / "ckpt.pt"
+        if not (self.beside.exists() and checkpoint.exists()):
+            return
+        if checkpoint.stat().st_mtime_ns >= self.beside.stat().st_mtime_ns:
+            os.replace(self.beside, self.file)
 
     def current(self) -> Path:
         """The file that entries go to."""

@@ -573,6 +573,30 @@ def test_a_checkpoint_of_other_code_is_refused_on_resume(start, copy_of, tiny_ru
     assert start(resume=True)["finished"]
 
 
+@pytest.mark.parametrize("killed_in", ["save", "saved"])
+def test_a_log_is_of_the_checkpoint_it_stands_beside(start, tmp_path, monkeypatch, killed_in):
+    """Also where a run that overwrites another one is killed right before or after its first save.
+
+    Then --resume continues the former run, or the new one, and the log is of that one alone.
+    """
+    settings = {"eval_interval": 2, "pass_mix": (1.0,), "cooldown": 0.0}
+    start(max_iters=2, learning_rate=1e-3, **settings)
+
+    def killed(self):
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run if killed_in == "save" else Log, killed_in, killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            start(max_iters=2, learning_rate=5e-4, overwrite=True, **settings)
+    rate = 1e-3 if killed_in == "save" else 5e-4
+    start(max_iters=4, learning_rate=rate, resume=True, **settings)
+    entries = [entry for entry in log(tmp_path / "run") if "lr" in entry]
+    assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
+    assert entries[1]["lr"] == entries[3]["lr"] == rate
+    assert not (tmp_path / "run" / "log.new.jsonl").exists()
+
+
 def test_a_folder_that_vanishes_costs_neither_weights_nor_run(start, tmp_path, monkeypatch):
     step = Run.train_step
 
