@@ -16,7 +16,6 @@ Another seed, because with the same one a new run would read the same batches ag
 import contextlib
 import math
 import shlex
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -34,7 +33,7 @@ from harness.checkpoint import (
     not_finite,
     save_checkpoint,
 )
-from harness.configurator import UserError, parse, require, setting
+from harness.configurator import UserError, parse, require, setting, tell
 from harness.configurator import run as run_script
 from harness.data import even_starts, load_meta, load_tokens, windows
 from harness.machine import (
@@ -526,11 +525,11 @@ def check_settings(config: TrainConfig, model_config: GPTConfig, meta: dict) -> 
             f"--pass_mix={list(config.pass_mix)} has multi-pass steps, which need a fusion, and "
             "--fusion=none; give --pass_mix=1"
         )
-    if any(config.pass_mix[1:]) and in_first_stage(config, config.max_iters - 1):
-        print(
-            f"train.py: --pass_mix={list(config.pass_mix)} leaves none of --max_iters="
-            f"{config.max_iters} steps for more than one pass; feedback will not be trained",
-            file=sys.stderr,
+    last = config.max_iters - 1
+    if any(config.pass_mix[1:]) and last >= 0 and in_first_stage(config, last):
+        tell(
+            f"--pass_mix={list(config.pass_mix)} leaves none of --max_iters={config.max_iters} "
+            "steps for more than one pass; feedback will not be trained"
         )
 
 
