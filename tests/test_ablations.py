@@ -426,6 +426,12 @@ def test_published_runs_are_not_trained_again(words, tmp_path, capsys, monkeypat
     assert len(trained) == 5
 
 
+def test_published_runs_are_looked_for_in_the_project():
+    assert published.take.__defaults__ == (ROOT / "results",)
+    spec = Spec(replace(TrainConfig(), out_dir="out/a/NAME"), GPTConfig(), 4, 4)
+    assert published.place(spec, ROOT / "results") == ROOT / "results/ablations/runs/NAME.json"
+
+
 def test_numbers_are_published_with_seven_digits():
     numbers = {"losses": [1.23456789123, 2.5], "step": 800, "by_position": {"soft": [1e-9 / 3]}}
     short = {"losses": [1.234568, 2.5], "step": 800, "by_position": {"soft": [3.333333e-10]}}
