@@ -66,7 +66,7 @@ def test_the_log_is_drawn(tmp_path, monkeypatch, capsys):
     numbers = json.loads((tmp_path / "loss.json").read_text())
     assert numbers["command"] == f"python -m experiments.loss_curves {tmp_path} --smooth=2"
     assert numbers["settings"] == {"smooth": 2, "out": ""} and "device" not in numbers
-    assert numbers["commit"] and len(numbers["date"]) == 10 and 0 <= numbers["seconds"] < 60
+    assert numbers["commit"] and len(numbers["date"]) == 10
     assert numbers["crossing"] == 6 and numbers["evaluations"][1]["val_losses"] == [2.5, 2.4]
     assert "under pass 1 from step 6 on" in capsys.readouterr().out
 
