@@ -18,7 +18,6 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import copy
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -30,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experiments.peers import compare
-from experiments.report import origin, write
+from experiments.report import origin, write_json
 from experiments.timing import PeakMemory, decode, ratio, train_step, turns, typical
 from harness.checkpoint import load_model
 from harness.configurator import UserError, parse, require, run, setting
@@ -305,7 +304,7 @@ def main(argv: list[str]) -> int:
                 print(f"{name:20s}{value:10.4g}  {what}", flush=True)
     if settings.json:
         how = origin("bench", settings, began) | how
-        write(file, json.dumps(how | {"measured": measured}, indent=1) + "\n")
+        write_json(file, how | {"measured": measured})
     return 0
 
 

@@ -10,7 +10,6 @@ token. Dots are validation losses, thin lines the training batches, averaged ove
 steps. The run drawn is the last one named; of a plain run before it, the validation loss is shown.
 """
 
-import json
 import sys
 import time
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ if __package__ in (None, ""):
 
 import numpy as np
 
-from experiments.report import LOSS, draw_picture, origin, write
+from experiments.report import LOSS, draw_picture, origin, write_json
 from harness.configurator import UserError, parse, require, run, setting
 from harness.runlog import read_evaluations, read_training
 
@@ -143,7 +142,7 @@ def main(argv: list[str]) -> int:
     numbers = {"run": str(folder), "crossing": step, "evaluations": evaluations, "plain": plain}
     numbers = origin("loss_curves", settings, began) | numbers
     try:
-        write(out.with_suffix(".json"), json.dumps(numbers, indent=1) + "\n")
+        write_json(out.with_suffix(".json"), numbers)
     except OSError as error:
         raise UserError(
             f"--out={out}: {error}; name a .png file in a folder that can be written"

@@ -246,6 +246,14 @@ def write(file: Path, text: str) -> None:
     part.replace(file)
 
 
+def write_json(file: Path, numbers: dict) -> None:
+    """Writes numbers for people too: indented, but a list of nothing but numbers on one line."""
+    text = json.dumps(numbers, indent=1)
+    # A bracket that a line break follows is no part of a string, in which they are escaped.
+    text = re.sub(r'\[\n([^][{}"]*)\]', lambda found: f"[{' '.join(found[1].split())}]", text)
+    write(file, text + "\n")
+
+
 def origin(experiment: str, settings: Any, began: float) -> dict:
     """How an experiment's numbers came about, for its JSON file.
 
@@ -291,7 +299,7 @@ def save(
     folder = Path(settings.results_dir)
     how = origin(name.split("/")[0], settings, began)
     with writing_results(folder):
-        write(folder / f"{name}.json", json.dumps(how | numbers, indent=1) + "\n")
+        write_json(folder / f"{name}.json", how | numbers)
     print(f"wrote {folder / name}.json")
     if draw_picture(folder / f"{name}.png", draw):
         print(f"wrote {folder / name}.png")

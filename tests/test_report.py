@@ -178,6 +178,30 @@ def test_json_says_how_it_came_about(corpus, tiny_run, tmp_path, monkeypatch):
     assert len(numbers["date"]) == 10
 
 
+def test_lists_of_numbers_stand_on_one_line(tmp_path):
+    """And a string that looks like one keeps what it says."""
+    nested = [{"n": []}, [[1], [2, 3]]]
+    numbers = {"loss": [1.5, -2e-05, None, True], "of": nested, "text": "[\n 1 ]"}
+    report.write_json(tmp_path / "new" / "n.json", numbers)
+    text = (tmp_path / "new" / "n.json").read_text()
+    assert json.loads(text) == numbers
+    assert text.splitlines() == [
+        "{",
+        ' "loss": [1.5, -2e-05, null, true],',
+        ' "of": [',
+        "  {",
+        '   "n": []',
+        "  },",
+        "  [",
+        "   [1],",
+        "   [2, 3]",
+        "  ]",
+        " ],",
+        ' "text": "[\\n 1 ]"',
+        "}",
+    ]
+
+
 def test_seconds_since_the_start(monkeypatch):
     """By a clock of its own: a fast machine takes 0.0 of the seconds that JSON has."""
     monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: 112.34))
