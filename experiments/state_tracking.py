@@ -252,7 +252,8 @@ def draw(figure, grouped: dict[str, list[dict]]) -> None:
         panel.set(xlabel="moves since the last look", ylim=(0, 1.04))
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter("{x:.0f}")
-        panel.legend(loc="center left")
+        # Below the panel: within it there is always a curve to cover.
+        panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
 
 
 def players(
