@@ -134,7 +134,7 @@ def wilson(share: np.ndarray, n: int, z: float = 1.96) -> np.ndarray:
 
 
 def scores(guesses: Tensor, cups: Tensor) -> dict:
-    """Accuracy by gap 1, 2, ... with its interval, and the reach.
+    """The number of games, the accuracy by gap 1, 2, ..., and the reach.
 
     Of guesses (N, M) and the true cups (N, M or more).
     """
@@ -142,9 +142,9 @@ def scores(guesses: Tensor, cups: Tensor) -> dict:
     accuracy = right.double().mean(0).numpy()  # (M,)
     missed = np.flatnonzero(accuracy < REACHED)
     return {
+        "games": len(guesses),
         "reach": int(missed[0]) if len(missed) else len(accuracy),
         "accuracy": accuracy.tolist(),
-        "interval": wilson(accuracy, len(guesses)).round(4).tolist(),
     }
 
 
@@ -205,9 +205,10 @@ def band(runs: list[dict], mode: str) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
     Of one training the edges are its interval over games, of several the lowest and highest.
     """
-    curves = np.array([run["modes"][mode]["accuracy"] for run in runs])
+    scored = [run["modes"][mode] for run in runs]
+    curves = np.array([one["accuracy"] for one in scored])
     if len(runs) == 1:
-        low, high = np.transpose(runs[0]["modes"][mode]["interval"])
+        low, high = wilson(curves[0], scored[0]["games"]).T
     else:
         low, high = curves.min(0), curves.max(0)
     return curves.mean(0), low, high
