@@ -42,7 +42,10 @@ Mode = Literal["standard", "soft", "fused"]
 
 
 def _setting(default, text: str, flag: bool = True):
-    """A field that becomes --name=value; flag=False keeps it off the command line."""
+    """A field that becomes --name=value; flag=False keeps it off the command line.
+
+    The scripts take theirs from harness.configurator; this file imports nothing but PyTorch.
+    """
     return field(default=default, metadata={"help": text, "flag": flag})
 
 
@@ -80,10 +83,12 @@ class GPTConfig:
         require("block_size", self.block_size >= 2, "at least 2")
         # Rotary positions turn pairs of channels, so every head needs an even number of them.
         require("head_dim", self.head_dim % 2 == 0, "even")
-        divides = self.head_dim > 0 or self.n_embd % (2 * self.n_head) == 0
-        require("n_embd", divides, f"a multiple of 2 n_head = {2 * self.n_head} (or set head_dim)")
-        groups = self.n_head % self.kv_heads == 0
-        require("n_kv_head", groups, f"a divisor of n_head={self.n_head}, or 0 for n_head itself")
+        heads_fit = self.head_dim > 0 or self.n_embd % (2 * self.n_head) == 0
+        rule = f"a multiple of 2 n_head = {2 * self.n_head} (or set head_dim)"
+        require("n_embd", heads_fit, rule)
+        equal_groups = self.n_head % self.kv_heads == 0
+        rule = f"a divisor of n_head={self.n_head}, or 0 for n_head itself"
+        require("n_kv_head", equal_groups, rule)
         require("window_every", self.window > 0 or not self.window_every, "0 without a window")
         require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
         require("rope_base", 0 < self.rope_base < math.inf, "positive and finite")
@@ -143,14 +148,18 @@ class Fusion(nn.Module):
 
     gated            (W_H h) * sigmoid(W_G norm(e))                  Eq. (4), the paper's
     add              W_H h + W_G norm(e)                             in the paper's ablation
-    concat           W_R [h; norm(e)]                                in it too: add's functions
+    concat           W_R [h; norm(e)]                                in it too: the functions of add
     residual         e + rms(e) * W_H h                              ours, not the paper's
     gated_residual   e + rms(e) * (W_H h) * sigmoid(W_G norm(e))     ours, not the paper's
 
     norm is `GPT.input_norm`, which the fusion shares with the stack (the identity with
     input_norm=False). rms(e) is the root mean square of a token's channels; it scales W_H h to the
-    size of e. The residual kinds begin with W_H = 0: before the first optimiser step u is e, so
-    that every pass is the plain model.
+    size of e.
+
+    In the paper's gate the state is the value, and the token only scales it: a sum would leave a
+    shortcut open, that of ignoring the state. (The paper's ablation found no model that took it.)
+    The residual kinds begin with W_H = 0: before the first optimiser step u is e, so that every
+    pass is the plain model.
 
     To add a kind: its name in `FusionKind`, its matrices in `__init__`, its formula in `forward`.
     """
@@ -179,7 +188,8 @@ class Fusion(nn.Module):
             return self.W_H(h_prev) + self.W_G(norm_e)  # (B, T, D)
         if self.kind == "concat":
             return self.W_R(torch.cat([h_prev, norm_e], dim=-1))  # (B, T, D)
-        rms_e = e.square().mean(dim=-1, keepdim=True).sqrt()  # (B, T, 1)
+        # At an embedding of nothing but zeros the square root would have an infinite slope.
+        rms_e = e.square().mean(dim=-1, keepdim=True).clamp(min=1e-30).sqrt()  # (B, T, 1)
         if self.kind == "residual":
             return e + rms_e * self.W_H(h_prev)  # (B, T, D)
         if self.kind == "gated_residual":
@@ -188,7 +198,7 @@ class Fusion(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# The decoder: an ordinary small Llama
+# The decoder: an ordinary small Llama (RMSNorm, rotary positions, grouped queries, a gated MLP)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -196,11 +206,14 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = rope  # (T, 1, D_h) each, float32; sin is negative in the first half
     partner = x.roll(x.size(-1) // 2, dims=-1)  # (B, T, H, D_h): the halves change places
     turned = x * cos + partner * sin  # (B, T, H, D_h)
-    return turned.type_as(x)  # turned in float32, returned in x's own dtype
+    return turned.type_as(x)  # the angles are float32, so bfloat16 was turned in float32
 
 
 class LayerCache:
-    """One layer's preallocated keys and values, (B, H_kv, block_size, D_h) each."""
+    """One layer's preallocated keys and values, (B, H_kv, block_size, D_h) each.
+
+    `like` is any tensor of the device and dtype that they should have.
+    """
 
     def __init__(self, config: GPTConfig, n_rows: int, like: Tensor):
         shape = (n_rows, config.kv_heads, config.block_size, config.d_head)
@@ -260,6 +273,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache | None, start: int
     ) -> Tensor:
+        """x (B, T, D), the angles of its positions, and where in the cache it begins; as x."""
         B, T, _ = x.shape
         q = self.q(x).view(B, T, -1, self.d_head)  # (B, T, H, D_h)
         k = self.k(x).view(B, T, -1, self.d_head)  # (B, T, H_kv, D_h)
@@ -276,8 +290,8 @@ class Attention(nn.Module):
             v = v[:, :, -self.window :]  # (B, H_kv, at most window, D_h)
         mask = self.visible(T, k.size(2), x.device)
         causal = False
-        # An `if`, because torch.compile may keep T as a symbol, and then `T > 1` is one as well,
-        # where scaled_dot_product_attention wants a bool. Branching on it makes it one.
+        # torch.compile may keep T as a symbol. Then `T > 1` would be one as well, and is_causal
+        # must be a bool: an `if` makes it one.
         if mask is None and T > 1:
             causal = True
         y = F.scaled_dot_product_attention(
@@ -355,7 +369,8 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)  # also the LM head (tied)
+        # Also the LM head (tied): what the head reads off a state is in the embeddings' basis.
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
         # The stack applies it to every u, so that plain and fused inputs have the same scale. The
         # fusion reads e through the same norm.
         norm = nn.RMSNorm(config.n_embd, config.eps)
@@ -421,31 +436,25 @@ class GPT(nn.Module):
         Computed once per device. Not a buffer, so that model.bfloat16() leaves them in float32.
         """
         if self.rope_table is None or self.rope_table[0].device != device:
-            d_head = self.config.d_head
-            channel = torch.arange(0, d_head, 2, device=device, dtype=torch.float32)
-            frequency = self.config.rope_base ** (-channel / d_head)  # (D_h/2,)
-            position = torch.arange(self.config.block_size, device=device, dtype=torch.float32)
-            angle = torch.outer(position, frequency)[:, None]  # (block_size, 1, D_h/2)
-            cos = angle.cos()
-            sin = angle.sin()
-            # x1 turns to x1 cos - x2 sin, and x2 to x2 cos + x1 sin.
-            full_cos = torch.cat([cos, cos], dim=-1)  # (block_size, 1, D_h)
-            full_sin = torch.cat([-sin, sin], dim=-1)  # (block_size, 1, D_h)
-            self.rope_table = full_cos, full_sin
+            with torch.inference_mode(False):  # a table made in it could not serve in training
+                self.rope_table = self.make_rope_table(device)
         cos, sin = self.rope_table
         return cos[start:end], sin[start:end]
 
-    def slide(self, cache: KVCache) -> None:
-        """Makes room: keeps the last block_size // 2 inputs u, and re-runs the stack over them.
-
-        They get the positions 0, 1, ... DEVIATION: the paper does not say what happens past
-        block_size. The kept inputs are not computed anew: one that was fused stays fused, and
-        still carries what it knows of the dropped tokens.
-        """
-        half = self.config.block_size // 2
-        recent = cache.u[:, cache.length - half : cache.length]  # (B, block_size/2, D)
-        cache.length = 0  # so that `stack`, which called this, does not call it again
-        self.stack(recent, cache)
+    def make_rope_table(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and signed sin, (block_size, 1, D_h) each, of the angles of all positions."""
+        d_head = self.config.d_head
+        channel = torch.arange(0, d_head, 2, device=device, dtype=torch.float32)
+        frequency = self.config.rope_base ** (-channel / d_head)  # (D_h/2,)
+        position = torch.arange(self.config.block_size, device=device, dtype=torch.float32)
+        angle = torch.outer(position, frequency)[:, None]  # (block_size, 1, D_h/2)
+        cos = angle.cos()
+        sin = angle.sin()
+        # With a = x[j] and b = x[j + D_h/2], a turns to a cos - b sin, and b to b cos + a sin.
+        # `rotate` finds b in a's place and the reverse, so that the sign goes into the sine.
+        full_cos = torch.cat([cos, cos], dim=-1)  # (block_size, 1, D_h)
+        full_sin = torch.cat([-sin, sin], dim=-1)  # (block_size, 1, D_h)
+        return full_cos, full_sin
 
     def maybe_recompute(self, part: Callable[..., Tensor], *inputs) -> Tensor:
         """part(*inputs); with `recompute`, keeping only the inputs for the backward pass."""
@@ -481,7 +490,10 @@ class GPT(nn.Module):
         plain: Tensor | None = None,
         feedback: Feedback = Feedback(),
     ) -> Tensor:
-        """h^(k) from h^(k-1), Eqs. (8)-(9), (B, T, D) each: all positions advance in parallel."""
+        """h^(k) from h^(k-1), Eqs. (8)-(9), (B, T, D) each: all positions advance in parallel.
+
+        plain: the positions that stay plain, as in `next_inputs`. feedback: how h^(k-1) is read.
+        """
         if feedback.detach:
             h = h.detach()
         if self.training and feedback.jitter:
@@ -501,8 +513,12 @@ class GPT(nn.Module):
         """[h^(1), ..., h^(k)], (B, T, D) each, of tokens (B, T).
 
         In eval mode h^(k) is exact at the first k positions: there it equals the sequential
-        recurrence. Jitter, mixin and dropout act in training only.
+        recurrence. (The first position is exact in every pass, because it is always plain. One more
+        becomes so with every pass, because it reads the states before it alone.) Jitter, mixin and
+        dropout act in training only. ValueError for k < 1.
         """
+        if k < 1:
+            raise ValueError(f"k={k} passes: at least 1, the plain one, is needed")
         e = self.embed(idx)
         states = [self.stack(e)]  # Eq. (7)
         while len(states) < k:
@@ -518,8 +534,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Tokens and next tokens (B, T) -> NLL^(1), ..., NLL^(k), shape (k,), in nats per token.
 
-        `objective` combines them. Targets of -1 are left out. All K passes run in this one call, so
-        that DDP, which wraps it, sees one forward and one backward.
+        `objective` combines them. Targets of -1 are left out; where all are, the losses are NaN.
+        All passes run in this one call, because DistributedDataParallel, which wraps the model
+        where several processes train it, wants one forward and one backward in a step.
         """
         n_targets = (targets != -1).sum()
         losses = []
@@ -569,10 +586,11 @@ class GPT(nn.Module):
         Fused adds `prefill_passes` fused ones, or fewer once `tol` is reached. A prompt that fills
         the block is cut to half of it by the first decoding step (`slide`).
         """
-        if mode not in get_args(Mode):
-            raise ValueError(f"mode={mode!r} must be one of {', '.join(get_args(Mode))}")
+        check_mode(mode)
         if mode != "standard" and self.fusion is None:
             raise ValueError(f"mode={mode!r} needs a fusion; this model has fusion=none")
+        if mode != "fused" and (prefill_passes != 1 or tol):
+            raise ValueError(f"mode={mode!r} has no use for prefill_passes and tol; mode=fused has")
         if mode == "fused" and prefill_passes < 1:
             raise ValueError(
                 f"prefill_passes={prefill_passes} must be at least 1; use mode=soft for none"
@@ -590,9 +608,22 @@ class GPT(nn.Module):
 
         Soft and Fused fuse it with h (B, 1, D), the state before it.
         """
+        check_mode(mode)
         e = self.embed(token)  # (B, 1, D)
         u = e if mode == "standard" else self.fuse(h, e)  # (B, 1, D)
         return self.stack(u, cache)
+
+    def slide(self, cache: KVCache) -> None:
+        """Makes room: keeps the last block_size // 2 inputs u, and re-runs the stack over them.
+
+        They get the positions 0, 1, ... DEVIATION: the paper does not say what happens past
+        block_size. The kept inputs are not computed anew: one that was fused stays fused, and
+        still carries what it knows of the dropped tokens.
+        """
+        half = self.config.block_size // 2
+        recent = cache.u[:, cache.length - half : cache.length]  # (B, block_size/2, D)
+        cache.length = 0  # so that `stack`, which called this, does not call it again
+        self.stack(recent, cache)
 
     @torch.no_grad()
     def generate(
@@ -607,8 +638,8 @@ class GPT(nn.Module):
 
         A pair is a token (B,) and its log-probability (B,), which is the model's own, whatever
         `pick` does. pick: logits (B, V) -> tokens (B,), the likeliest by default; see `sampler`.
-        options: those of `prefill`. For a model in eval mode. This is a generator, so that a wrong
-        option is refused at the first `next`.
+        options: those of `prefill`. For a model in eval mode. This is a generator: a wrong option
+        is refused only at the first `next`.
         """
         pick = pick or greedy
         cache, h = self.prefill(idx, mode, **options)
@@ -638,6 +669,12 @@ def prefix_mask(n_rows: int, n_positions: int, device: torch.device | None = Non
     return torch.arange(n_positions, device=device) < p  # (B, T)
 
 
+def check_mode(mode: str) -> None:
+    """ValueError for what is none of the three: it would decode as Soft without a word."""
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode={mode!r} must be one of {', '.join(get_args(Mode))}")
+
+
 def greedy(logits: Tensor) -> Tensor:
     """Logits (B, V) -> the likeliest tokens (B,)."""
     return logits.argmax(-1)
@@ -650,7 +687,8 @@ def sampler(
 
     temperature 0 is greedy; top_k 0 keeps all symbols. Row i draws from a generator of its own,
     seeded from (seed, i), so that its draws do not depend on the rest of the batch; a second use of
-    the same `pick` continues where the first stopped. With seed=None all rows draw from PyTorch's
+    the same `pick` continues where the first stopped. A generator takes 32 bits of a seed, so that
+    two seeds that differ by 2**32 draw the same. With seed=None all rows draw from PyTorch's
     global generator. ValueError for a negative setting.
     """
     if not 0 <= temperature < math.inf:
@@ -674,7 +712,8 @@ def sampler(
         if seed is None:
             return torch.multinomial(p, 1)[:, 0].to(logits.device)  # (B,)
         while len(generators) < len(p):
-            # 2^64 / golden ratio spreads the seeds of neighbouring rows.
+            # Far apart, so that the rows of neighbouring seeds are not the same; and odd, so that
+            # all rows still differ in the 32 bits that count.
             row_seed = (seed + len(generators) * 0x9E3779B97F4A7C15) % 2**63
             generators.append(torch.Generator().manual_seed(row_seed))
         rows = zip(p, generators, strict=False)  # an earlier batch may have had more rows
