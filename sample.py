@@ -7,7 +7,7 @@
 
 CHECKPOINT is a run's folder or its file. Standard feeds the sampled token back. Soft also feeds
 back the state that the token was sampled from. Fused first reads the prompt once more with fused
-inputs (with one token, or an empty prompt, there is nothing to fuse).
+inputs (with one token, or an empty prompt, there is nothing to fuse, and Fused equals Soft).
 
 What the model sees follows one rule in all modes. Of a long prompt the last block_size tokens are
 read. When the cache holds block_size positions, the stack re-reads the last half block of the
@@ -19,7 +19,7 @@ the same whatever --num_samples is. With --temperature=0 all samples are equal.
 
 Statistics go to stderr; with --mode=all they are part of the report on stdout. The mean
 log-probability is that of the sampled tokens under the model itself, before temperature and top-k,
-in nats per token; times include the prompt's.
+in nats per token. Tokens per second include the time that reading the prompt takes.
 """
 
 import codecs
@@ -75,7 +75,7 @@ class SampleConfig:
         require(self, "prompt_file", one_prompt, "left out if --prompt is given, or the reverse")
         require(self, "num_samples", 1 <= self.num_samples <= 10**12, "at least 1, at most 10**12")
         require(self, "max_new_tokens", self.max_new_tokens >= 0, "positive, or 0: only the prompt")
-        require(self, "seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
+        require(self, "seed", 0 <= self.seed < 2**32, "from 0 to 2**32 - 1")
         at_least_one = "at least 1; --mode=soft is fused without such passes"
         require(self, "prefill_passes", self.prefill_passes >= 1, at_least_one)
         rereads = self.mode in ("fused", "all")
@@ -99,7 +99,7 @@ def sample(
     text, idx = prompt
     single = len(idx) == 1
     # A token of GPT-2's may end within a character; the decoder holds back what is not complete.
-    characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     pick = sampler(config.temperature, config.top_k, config.seed)
     options = {}
     if mode == "fused":
@@ -116,10 +116,10 @@ def sample(
             row.append(i)
         log_prob += log_probs.mean().item()
         if single:
-            print(characters.decode(tokenizer.decode_bytes(rows[0][-1:])), end="", flush=True)
+            print(decoder.decode(tokenizer.decode_bytes(rows[0][-1:])), end="", flush=True)
     seconds = time.perf_counter() - began
     if single:
-        print(characters.decode(b"", final=True))
+        print(decoder.decode(b"", final=True))
     else:
         print(BETWEEN.join(text + tokenizer.decode(row) for row in rows))
     n_steps = len(rows[0])
@@ -131,9 +131,9 @@ def sample(
 
 
 def departure(tokenizer: Tokenizer, rows: list[list[int]], standard: list[list[int]]) -> str:
-    """Where the first of the texts leaves Standard's.
+    """Where the texts first part from Standard's, in words.
 
-    In words: the new token's number, counted from 1, and both texts around it.
+    That is the earliest token of any sample that differs, counted from 1, and both texts around it.
     """
     departures = []
     for row, (ours, theirs) in enumerate(zip(rows, standard, strict=True)):
@@ -177,7 +177,7 @@ def read_prompt(config: SampleConfig, tokenizer: Tokenizer) -> tuple[str, list[i
 
 
 def usable_modes(config: SampleConfig, checkpoint: dict, path: str) -> tuple[Mode, ...]:
-    """The modes to decode in; UserError, saying how to train it, without trained feedback."""
+    """The modes to decode in. UserError, which says how to train it, without trained feedback."""
     modes = get_args(Mode) if config.mode == "all" else (config.mode,)
     problem = without_feedback(path, checkpoint)
     if modes == ("standard",) or not problem:
@@ -202,7 +202,11 @@ def show(
     """Decodes in each of the modes and prints texts and statistics."""
     _, idx = prompt
     # A device's first calls are slow, and so are a compiler's: they would count against Standard.
-    for _ in model.generate(idx, 3):
+    n_first = 3
+    if config.compile:  # up to the first slide, which reads another number of positions at once
+        n_free = model.config.block_size - min(idx.size(1), model.config.block_size)
+        n_first = max(n_first, min(n_free + 2, config.max_new_tokens))
+    for _ in model.generate(idx, n_first):
         pass
     standard: list[list[int]] = []
     for mode in modes:

@@ -7,10 +7,11 @@
 Whatever is random is a function of (seed, purpose, step, micro-batch), never of what ran before.
 So a run that stopped and was resumed equals one that never stopped, to the last bit on a CPU.
 
-The learning rate falls to 0 over the last `cooldown` of a run, so its length is set at the start.
-A run that may become longer has --cooldown=0: it can be resumed with more --max_iters, and endings
-branch off from it: --init_from=out/RUN --out_dir=out/ENDING --seed=2 --warmup_iters=0 --cooldown=1.
-Another seed, because with the same one a new run would read the same batches again.
+The learning rate falls to 0 over the last `cooldown` of a run, so its length is set at the start. A
+run that may become longer has --cooldown=0: it can be resumed with a larger --max_iters, and a
+finished model branches off from it by a run of its own, --init_from=out/RUN --out_dir=out/ENDING
+--seed=2 --warmup_iters=0 --cooldown=1. It has another seed, because with the same one it would read
+the same batches again.
 """
 
 import contextlib
@@ -53,7 +54,7 @@ from model import GPT, Feedback, GPTConfig, objective
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything of a run but the model's shape. ValueError names the flag of what cannot be."""
+    """All settings of a run but the model's shape. An impossible one is a ValueError: its flag."""
 
     dataset: str = setting("pydocs", "folder of data_dir, made by prepare.py")
     data_dir: str = setting("data", "where prepare.py wrote", path=True)
@@ -94,14 +95,14 @@ class TrainConfig:
     beta2: float = setting(0.95, "AdamW")
     grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping")
     eval_interval: int = setting(
-        250, "steps between evaluations, which also save; 0: at the end only"
+        250, "steps between evaluations, which also save; 0: only at the start and at the end"
     )
     eval_iters: int = setting(20, "batches of an evaluation; 0: none")
     eval_passes: int = setting(4, "evaluate passes 1..eval_passes")
     log_interval: int = setting(10, "steps between log lines; 0: none")
     device: str = setting("auto", "auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "of the matrix products"
+        "auto", "of the matrix products in training; evaluations compute in float32"
     )
     compile: bool = setting(False, "compile the blocks: slow to begin, then faster steps")
     recompute: bool = setting(
@@ -157,7 +158,8 @@ def in_first_stage(config: TrainConfig, step: int) -> bool:
 def pass_count(config: TrainConfig, step: int) -> int:
     """Forward passes of this step.
 
-    Staged: the single-pass steps first, then a draw from the rest of the mix at every step.
+    Staged, the paper's order: the single-pass steps first, which are cheap and leave a plain
+    checkpoint behind, then a draw from the rest of the mix at every step.
     Interleaved: a draw from the whole mix at every step.
     """
     mix = np.array(config.pass_mix)
@@ -167,6 +169,16 @@ def pass_count(config: TrainConfig, step: int) -> int:
         mix[0] = 0
     draw = random_for(config.seed, PASSES, step)
     return int(draw.choice(len(mix), p=mix / mix.sum())) + 1
+
+
+def passes_never_taken(config: TrainConfig) -> list[int]:
+    """The numbers of passes above one that the mix has and no step of the run takes."""
+    missing = {k for k, share in enumerate(config.pass_mix, start=1) if k > 1 and share > 0}
+    for step in reversed(range(config.max_iters)):  # a staged run has them at its end
+        if not missing:
+            break
+        missing.discard(pass_count(config, step))
+    return sorted(missing) if config.max_iters else []
 
 
 def feedback_at(config: TrainConfig, step: int) -> Feedback:
@@ -183,11 +195,14 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def first_change(old: TrainConfig, new: TrainConfig, n_steps: int) -> int | None:
-    """The first of n_steps steps done under `old` that `new` would do at another rate or stage."""
+    """The first of n_steps steps, done under `old`, that `new` would have done otherwise.
+
+    That is, at another learning rate or in another stage. None where there is none.
+    """
     for step in range(n_steps):
         same_rate = learning_rate(old, step) == learning_rate(new, step)
         same_stage = in_first_stage(old, step) == in_first_stage(new, step)
-        if step >= new.max_iters or not (same_rate and same_stage):
+        if not (same_rate and same_stage):
             return step
     return None
 
@@ -197,6 +212,7 @@ def first_change(old: TrainConfig, new: TrainConfig, n_steps: int) -> int | None
 
 
 def never() -> bool:
+    """What an evaluation that nothing cuts short asks whether it should stop."""
     return False
 
 
@@ -210,8 +226,9 @@ def evaluate(
 ) -> list[float]:
     """Mean loss of passes 1..n_passes, in nats per token, over evenly spaced windows of a split.
 
-    The same numbers for the same weights whenever and wherever it runs: it draws nothing.
-    An empty list when `stopped()` became true before the end.
+    The same numbers for the same weights whenever and wherever it runs: it draws nothing, and
+    computes in the weights' own float32, whatever the dtype of the training steps. An empty list
+    when `stopped()` became true before the end.
     """
     block_size = model.config.block_size
     device = model.embedding.weight.device
@@ -267,8 +284,8 @@ def make_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Optimiz
 class Run:
     """A run: its data, model, optimisers and counters. Only `save` writes.
 
-    To drive one in another way than `train` does: in `opened`, call `train_step`, `evaluate` and
-    `save`, and read `counters`.
+    To drive one in another way than `train` does: `with opened(...) as (run, log)`, call
+    run.train_step(), run.evaluate() and run.save(), and read run.counters.
     """
 
     def __init__(
@@ -288,6 +305,7 @@ class Run:
         check_settings(config, model_config, self.meta)
         check_folder(config)
 
+        # What makes this run what it is: saved with it, and compared when it is resumed.
         self.identity = {
             "model_config": asdict(model_config),
             "train_config": asdict(config) | {"pass_mix": list(config.pass_mix)},
@@ -311,16 +329,18 @@ class Run:
         if saved:
             check_same_run(saved, self.identity, self.folder)
             check_continues(config, saved, self.processes.size)
+            # Where it began, though the flag need not be given again.
+            self.identity["train_config"]["init_from"] = saved["train_config"]["init_from"]
             self.model.load_state_dict(saved["model"])
         elif config.init_from:
-            began = initial_weights(self.model, config.init_from, self.meta["tokenizer"])
-            self.counters["feedback_steps"] = began
+            inherited = initial_weights(self.model, config.init_from, self.meta["tokenizer"])
+            self.counters["feedback_steps"] = inherited
         self.prepare_model()
         if saved:
             self.restore(saved)
 
     def prepare_model(self) -> None:
-        """What surrounds the model: device, optimisers, loss scaler, compiler, processes."""
+        """Everything around the model: device, optimisers, loss scaler, compiler, processes."""
         config = self.config
         self.model.to(self.device)
         self.model.recompute = config.recompute
@@ -408,9 +428,12 @@ class Run:
                 group["lr"] = rate
         limit = self.config.grad_clip or math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-        # With a loss scaler a gradient may overflow now and then. That step is left out, for all
-        # optimisers: each of them would judge by its own gradients, which clipping has made 0.
-        overflow = self.scaler.is_enabled() and not math.isfinite(norm)
+        # With a loss scaler a gradient may overflow now and then. That step is left out, for every
+        # optimiser: by itself one would step whose own gradients were finite, though clipping by an
+        # infinite norm has made them 0, and its weights would decay. A loss that is scaled down is
+        # not what makes gradients overflow: then they are wrong for another reason.
+        scaled_up = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
+        overflow = scaled_up and not math.isfinite(norm)
         checked = losses if overflow else [*losses, norm]
         if not all(math.isfinite(value) for value in checked):
             raise self.diverged(f"loss of each pass {losses}, gradient norm {norm}")
@@ -465,7 +488,7 @@ class Run:
         return {"step": step, "val_losses": losses}
 
     def save(self) -> None:
-        """Writes the checkpoint. UserError, which keeps the one before, for weights not finite."""
+        """Writes the checkpoint. UserError, and the one before is kept, for weights not finite."""
         wrong = not_finite(self.model.state_dict())
         if wrong:
             raise self.diverged(wrong)
@@ -525,11 +548,13 @@ def check_settings(config: TrainConfig, model_config: GPTConfig, meta: dict) -> 
             f"--pass_mix={list(config.pass_mix)} has multi-pass steps, which need a fusion, and "
             "--fusion=none; give --pass_mix=1"
         )
-    last = config.max_iters - 1
-    if any(config.pass_mix[1:]) and last >= 0 and in_first_stage(config, last):
+    missing = passes_never_taken(config)
+    if missing:
+        none_left = len(missing) == sum(share > 0 for share in config.pass_mix[1:])
+        without = "; feedback will not be trained" if none_left else ""
         tell(
-            f"--pass_mix={list(config.pass_mix)} leaves none of --max_iters={config.max_iters} "
-            "steps for more than one pass; feedback will not be trained"
+            f"--pass_mix={list(config.pass_mix)}: none of --max_iters={config.max_iters} steps "
+            f"will take {' or '.join(map(str, missing))} passes{without}"
         )
 
 
@@ -570,15 +595,23 @@ def check_continues(config: TrainConfig, saved: dict, n_processes: int) -> None:
         )
     old = replace(config, max_iters=saved["train_config"]["max_iters"])
     step = first_change(old, config, saved["step"])
-    if step is None:
+    if config.max_iters < saved["step"]:
+        why = "it has done more steps already"
+        hint = ""
+    elif step is not None:
+        what = "another learning rate or number of passes"
+        why = f"its steps from {step + 1} on would have had {what}"
+        hint = (
+            ". A run that is to become longer needs --cooldown=0, and no end of its single-pass "
+            "steps, from the start"
+        )
+    else:
         return
     raise UserError(
         f"--resume: --max_iters={config.max_iters} does not continue {folder}, which is at step "
-        f"{saved['step']} of {old.max_iters}: its steps from {step + 1} on would have had another "
-        f"learning rate or number of passes. Finish it with --max_iters={old.max_iters}, or start "
-        f"from its weights with {branch_flags(config, saved['feedback_steps'])} in place of "
-        "--resume. A run that is to become longer needs --cooldown=0, and no end of its "
-        "single-pass steps, from the start"
+        f"{saved['step']} of {old.max_iters}: {why}. Finish it with --max_iters={old.max_iters}, "
+        f"or start from its weights with {branch_flags(config, saved['feedback_steps'])} in place "
+        f"of --resume{hint}"
     )
 
 
@@ -587,8 +620,9 @@ def branch_flags(config: TrainConfig, feedback_steps: int) -> str:
 
     It reads other batches, and once feedback is trained it does not return to single-pass steps.
     """
-    old = shlex.quote(config.out_dir)
-    new = shlex.quote(f"{config.out_dir}_2")
+    folder = str(Path(config.out_dir))  # without a slash at its end
+    old = shlex.quote(folder)
+    new = shlex.quote(f"{folder}_2")
     flags = f"--init_from={old} --out_dir={new} --seed={config.seed + 1}"
     later = sum(config.pass_mix[1:])
     staged = config.pass_mix[0] > 0 and later > 0 and not config.interleave

@@ -245,7 +245,8 @@ def initial_weights(model: GPT, path: str, tokenizer: dict) -> int:
     if checkpoint["tokenizer"] != tokenizer:
         raise UserError(
             f"--init_from={path}: its tokenizer is not that of the dataset; train on data prepared "
-            f"with the same one, such as its own, --dataset={checkpoint['train_config']['dataset']}"
+            "with the same one, such as its own, "
+            f"--dataset={flag_value(checkpoint['train_config']['dataset'])}"
         )
     weights = checkpoint["model"]
     same_fusion = theirs["fusion"] == model.config.fusion
@@ -287,6 +288,8 @@ def check_same_settings(saved: dict, identity: dict, folder: Path) -> None:
         for name, theirs in saved[part].items():
             ours = identity[part].get(name)
             free = name in FREE_ON_RESUME | {"grad_accum", "vocab_size"}
+            if name == "init_from" and ours:  # need not be given again, but not another one
+                free = False
             if ours != theirs and not free:
                 unlike.append(f"{key(name)} is {theirs} in {folder} and {ours} here")
                 flags.append(f"--{key(name)}={flag_value(theirs)}")
@@ -299,5 +302,6 @@ def check_same_settings(saved: dict, identity: dict, folder: Path) -> None:
 
 
 def flag_value(value) -> str:
-    """A setting's value as it is typed after its flag."""
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    """A setting's value as it is typed after its flag in a shell."""
+    text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return shlex.quote(text) if text else ""

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import sys
 import threading
 import warnings
 from collections.abc import Iterable
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.configurator import PROCESS_GROUP, OneProcessError, UserError
+from harness.configurator import PROCESS_GROUP, OneProcessError, UserError, tell
 
 # --------------------------------------------------------------------------------------------------
 # Device and number format
@@ -74,8 +73,7 @@ def compile_blocks(blocks: Iterable[nn.Module], device: torch.device) -> bool:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
     except (RuntimeError, OSError) as error:  # no compiler; a cache folder that cannot be written
         reason = type(error).__name__
-        notice = f"--compile: no working compiler here ({reason}); continuing in eager"
-        print(notice, file=sys.stderr)
+        tell(f"--compile: no working compiler here ({reason}); continuing in eager")
         return False
     for block in blocks:
         block.compile()

@@ -83,5 +83,5 @@ def read_text(file: str) -> str:
             raise ValueError("there is no standard input here; name a UTF-8 text file")
         return decode_text(stdin.read(), file)
     except OSError as error:
-        where = Path(file).absolute()
+        where = "standard input" if file == STDIN else Path(file).absolute()
         raise ValueError(f"{error.strerror} ({where}); name a UTF-8 text file") from None

@@ -57,6 +57,10 @@ def test_without_a_compiler_or_a_cache_there_is_a_notice_and_eager_blocks(
     assert block._compiled_call_impl is None
     notice = capsys.readouterr().err
     assert "--compile: no working compiler" in notice and "continuing in eager" in notice
+    for name in PROCESS_GROUP:  # of several processes the first alone says so
+        monkeypatch.setenv(name, "1")
+    assert not compile_blocks([block], torch.device("cpu"))
+    assert capsys.readouterr().err == ""
 
 
 # Memory

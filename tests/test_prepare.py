@@ -159,6 +159,14 @@ def test_standard_input(monkeypatch):
     message = complaint("--input=-", "--name=other")
     assert "no standard input here; name a UTF-8 text file" in message
 
+    def unreadable():
+        raise OSError(9, "Bad file descriptor")
+
+    closed = types.SimpleNamespace(buffer=types.SimpleNamespace(read=unreadable))
+    monkeypatch.setattr(sys, "stdin", closed)
+    message = complaint("--input=-", "--name=other")
+    assert "Bad file descriptor (standard input)" in message
+
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["no mark", "mark"])

@@ -205,6 +205,26 @@ def test_compiled_blocks_write_the_same_texts_by_a_few_graphs(run_main, tmp_path
     assert counts == [3, 3]  # one for the prompt, one for a token, one for any number of tokens
 
 
+def test_nothing_is_compiled_while_a_mode_is_timed(run_main, tmp_path, count_graphs, monkeypatch):
+    """Standard is the first to be timed; compiling within it would make it the slowest."""
+    graphs = count_graphs(sample_file)
+    make_checkpoint(tmp_path / "run", window=3, window_every=2)
+    counts = []
+    decode = sample_file.sample
+
+    def counting(*arguments):
+        counts.append(len(graphs))
+        return decode(*arguments)
+
+    monkeypatch.setattr(sample_file, "sample", counting)
+    for length in (2, BLOCK, 3 * BLOCK):
+        flags = (f"--prompt={prompt_of(length)}", f"--max_new_tokens={2 * BLOCK}", "--compile")
+        run_main(*flags, run=str(tmp_path / "run"))
+        assert counts == [len(graphs)] * 3 and counts[0] > 0
+        graphs.clear()
+        counts.clear()
+
+
 @pytest.mark.parametrize("passes", [2, 5])
 def test_prefill_passes_reach_fused(run_main, trained, passes):
     prompt, model = prompt_of(BLOCK), trained[1]

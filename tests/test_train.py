@@ -418,6 +418,17 @@ def test_a_gradient_that_overflows_costs_the_whole_step(corpus, tmp_path, monkey
     assert json.loads(text)["grad_norm"] is None and "Infinity" not in text
 
 
+def test_a_gradient_that_no_scale_makes_finite_ends_the_run(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "pick_dtype", lambda name, device: torch.float16)
+    settings = {"pass_mix": (1.0,), "eval_iters": 0}
+    with trainer.opened(*configs(corpus, tmp_path / "run", **settings)) as (run, _):
+        run.model.output_norm.weight.register_hook(lambda gradient: gradient * math.nan)
+        for _ in range(17):  # 2^16, 2^15, ..., 1
+            assert math.isnan(run.train_step()["grad_norm"])
+        with pytest.raises(UserError, match="gradient norm nan: not finite"):
+            run.train_step()
+
+
 # What a resumed run may change
 
 
@@ -427,6 +438,23 @@ def resumed(start, **settings) -> str:
         start(resume=True, **settings)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_the_flags_of_a_way_out_are_quoted_for_a_shell(start, corpus, tmp_path):
+    spaced = tmp_path / "my data"
+    for name in ("tiny", "my text"):
+        shutil.copytree(Path(corpus) / "tiny", spaced / name)
+    settings = {"data_dir": spaced, "max_iters": 2, "eval_iters": 0}
+    start(dataset="my text", out_dir=f"{tmp_path}/run/", **settings)
+    message = resumed(start, **settings)
+    assert flags_in(message)["dataset"] == "my text"
+    assert start(dataset="my text", out_dir=f"{tmp_path}/run/", resume=True, **settings)["finished"]
+
+
+def test_the_next_run_is_beside_a_folder_given_with_a_slash(start, tmp_path, capsys):
+    start(max_iters=2, eval_iters=0, out_dir=f"{tmp_path}/run/")
+    ways = branch_in(capsys.readouterr().out.splitlines()[-1])
+    assert ways["out_dir"] == f"{tmp_path}/run_2" and ways["init_from"] == f"{tmp_path}/run"
 
 
 def test_resume_names_all_settings_at_once_and_another_dataset_as_such(
@@ -499,6 +527,8 @@ def test_another_length_is_refused_after_the_fact_and_each_way_out_works(
     before = (tmp_path / "run" / "ckpt.pt").read_bytes()
     message = resumed(start, max_iters=max_iters, **settings)
     assert (tmp_path / "run" / "ckpt.pt").read_bytes() == before
+    assert ("more steps already" in message) == (max_iters < 18)
+    assert ("to become longer" in message) == (max_iters > 18)
     ways = flags_in(message)
     assert ways["max_iters"] == "20" and ways["init_from"] == str(tmp_path / "run")
     branched = start(max_iters=max_iters, **settings | branch_in(message))
@@ -528,10 +558,19 @@ def test_a_run_that_starts_from_a_staged_one_keeps_its_later_passes(start, capsy
 def test_a_mix_without_a_multi_pass_step_is_told(start, capsys):
     start(pass_mix=(0.98, 0.02), max_iters=20, eval_iters=0)
     told = capsys.readouterr().err
-    assert "--pass_mix=[0.98, 0.02] leaves none of --max_iters=20 steps" in told
+    none = "--pass_mix=[0.98, 0.02]: none of --max_iters=20 steps will take 2 passes; feedback will"
+    assert none in told
     start(pass_mix=(0.9, 0.1), max_iters=20, eval_iters=0, overwrite=True)
     start(pass_mix=(1.0,), max_iters=20, eval_iters=0, overwrite=True)
-    assert "leaves none" not in capsys.readouterr().err
+    assert "none of" not in capsys.readouterr().err
+
+
+def test_a_rare_number_of_passes_that_is_never_drawn_is_told(start, capsys):
+    start(pass_mix=(0.5, 0.49, 0.005, 0.005), max_iters=4, eval_iters=0)
+    told = capsys.readouterr().err
+    assert "--max_iters=4 steps will take 3 or 4 passes\n" in told
+    start(pass_mix=(0.5, 0.001, 0.499), interleave=True, max_iters=8, eval_iters=0, overwrite=True)
+    assert "--max_iters=8 steps will take 2 passes\n" in capsys.readouterr().err
 
 
 def test_the_last_line_of_a_stopped_run_recommends_what_works(start, tmp_path, capsys):
@@ -631,6 +670,16 @@ def test_feedback_that_came_with_the_weights_counts_as_trained(start, tiny_run, 
     assert start(**branch)["feedback_steps"] == fed > 0
     assert without_feedback("run", load_checkpoint(tmp_path / "run")) == ""
     assert start(fusion="add", overwrite=True, **branch)["feedback_steps"] == 0  # a fresh fusion
+
+
+def test_where_a_run_began_stays_known_and_cannot_be_changed(start, plain_run, tmp_path):
+    settings = {"max_iters": 4, "eval_iters": 0}
+    start(init_from=plain_run, **settings, signal_at=2)
+    message = resumed(start, init_from=str(tmp_path / "elsewhere"), **settings)
+    assert f"--init_from={plain_run}" in message
+    assert start(resume=True, **settings)["finished"]  # it need not be given again
+    assert load_checkpoint(tmp_path / "run")["train_config"]["init_from"] == str(plain_run)
+    assert start(resume=True, init_from=plain_run, **settings)["finished"]
 
 
 def test_init_from_another_shape_names_all_flags_and_they_work(start, plain_run, tmp_path):
