@@ -8,10 +8,10 @@ recipes with feedback on some of these: the paper's (gated fusion, lambda 1, thr
 best one found here (--fusion, --lambda, --passes). Every run trains with dropout, and at a constant
 rate, a third of the preset's, until 5 evaluations brought no pass anything new, and each pass is
 read at its best evaluation: pass 1, pass 2, and the fixed point, which is the loss after 8 feedback
-passes. (So a run with feedback goes on while any of its nine passes improves, a plain one while its
-only one does, and the best of more evaluations is a little lower: this favours feedback slightly.)
-The plain models are of equal parameters: their MLP is wider by what the gated fusion's matrices
-have.
+passes. (So a run with feedback continues while any of its nine passes improves, a plain one while
+its only one does, and the best of more evaluations is a little lower: this favours feedback
+slightly.) The plain models are of equal parameters: their MLP is wider by what the gated fusion's
+matrices have.
 
 The factor. The plain models' losses, means over seeds, give a curve over log N: isotonic
 regression (scikit-learn) makes it fall, and straight lines join its points. A recipe's mean loss

@@ -5,9 +5,10 @@
 
 In a working configuration the curve of pass 2 starts above that of pass 1 and crosses under it.
 
-Left the losses, right those of the later passes minus pass 1's on the same tokens, in nats per
-token. Dots are validation losses, thin lines the training batches, averaged over `smooth` logged
-steps. The run drawn is the last one named; of a plain run before it, the validation loss is shown.
+The left panel has the losses, the right one those of the later passes minus pass 1's on the same
+tokens, in nats per token. Dots are validation losses, thin lines the training batches, averaged
+over `smooth` logged steps. The run drawn is the last one named; of a plain run before it, the
+validation loss is shown.
 """
 
 import sys

@@ -11,11 +11,11 @@ quarters of the preset's steps, the last quarter of them a cool-down:
 The kinds that begin with W_H = 0 (residual, gated_residual) are the plain model at their first
 step, in every pass. The others replace its inputs with something it has never seen.
 
-The arms of a seed start from the same weights and see the same batches, other ones than the plain
-model saw, so that differences are paired: to plain, continued, as decoded after a prompt of half a
-window. A plain model has no matrices of a fusion; those are all that the others have more. ± and *
-as in experiments.ablations. The picture: validation loss of passes 1, 2 and 4 over the steps, means
-over seeds.
+The arms of a seed start from the same weights and see the same batches, drawn anew for them, so
+that differences are paired: from plain, continued, as decoded after a prompt of half a window. The
+fusion's matrices are the only parameters that a plain model lacks. ± and * as in
+experiments.ablations. The picture: validation loss of passes 1, 2 and 4 over the steps, means over
+seeds.
 
 Runs go to out/midtraining/PRESET. Finished ones are not repeated, interrupted ones continue.
 """

@@ -3,10 +3,10 @@
     python experiments/probe.py out/tasks_1 out/tasks_2 out/tasks_3 out/tasks_plain_1 ...
 
 The paper: at depth 0 a standard prefill leaves a probe at chance, and one recurrent step makes the
-state decodable there. From the paper are the three families of prompts and their counts, the
-depths, the prefills `standard`, `last 1`, `last 2`, `last 4` and `recurrent`, and four folds, none
-of which divides a group. This project's choices are the wording of the prompts (corpora/tasks.py),
-a model of two layers trained on them alone, the folds by numerals of `completion`, the prefills
+state decodable there. The three families of prompts and their counts, the depths, the prefills
+`standard`, `last 1`, `last 2`, `last 4` and `recurrent`, and four folds, none of which splits a
+group, are the paper's. This project's choices are the wording of the prompts (corpora/tasks.py), a
+model of two layers trained on them alone, the folds by numerals of `completion`, the prefills
 `fused` and `fused 3`, the model's own answers, and several trainings.
 
 Prompts: `completion` and `memory` behind 0, 8, 32 or 128 distractors; `registers` of 1, 2, 4 or 8

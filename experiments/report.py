@@ -1,7 +1,8 @@
 """What every experiment shares: runs, held-out windows, the table, the JSON file and the picture.
 
 The preamble of every script of this folder, so that `python experiments/NAME.py` works as well as
-`python -m experiments.NAME`, is the `if __package__ ...` lines before its imports from this house.
+`python -m experiments.NAME`, is the `if __package__ ...` lines before its imports from this
+repository.
 """
 
 import contextlib

@@ -10,8 +10,8 @@ and follows any game. What the state saves is this writing.
 Measured on games made anew, as in state_tracking.py: a look, then n_moves moves. After every 1st,
 2nd, 4th, ..., 32nd move the model writes its own guess, the likeliest of the five cups, as a look
 token that it then reads like any other; or it never writes. Nobody corrects a wrong guess. The
-accuracy is that of the guess after the last move, by runs in Standard and Soft; chance is 1/5.
-Written: the look tokens of a game, which decoding pays for with as many steps. Of one training,
+accuracy is that of the guess after the last move, for each run in Standard and Soft; chance is 1/5.
+`Written` counts the look tokens of a game; decoding takes one more step for each. Of one training,
 intervals are Wilson's, 95%, over games; of runs that differ in their seed alone, the mean and the
 range over trainings.
 """
