@@ -16,9 +16,9 @@ matrices have.
 The factor. The plain models' losses, means over seeds, give a curve over log N: isotonic
 regression (scikit-learn) makes it fall, and straight lines join its points. A recipe's mean loss
 on N tokens is read off that curve: M tokens, a factor of M / N. Below 1 the recipe loses. The 95%
-interval is a bootstrap over seeds, percentiles of 2,000 resamples in each of which all arms have
-the same seeds. With three seeds there are only ten different ones: it shows how much the seeds
-disagree, not more. Where a loss is beyond the curve's end the factor is a bound, `>` or `<`.
+interval is Student's, of the logarithms of the factors that each seed has by itself, all arms read
+at that seed. (A bootstrap over three seeds would give no more than their lowest and highest.) Where
+a loss is beyond the curve's end the factor is a bound, `>` or `<`.
 
 Runs go to out/data_efficiency/PRESET. Finished ones are not repeated, interrupted ones continue.
 """
@@ -44,7 +44,7 @@ from experiments.ablations.compare import Runs
 from experiments.ablations.runs import with_folder
 from experiments.ablations.spec import Spec
 from experiments.ablations.sweeps import EQUAL, KINDS, always
-from experiments.report import LOSS, save, start, table
+from experiments.report import LOSS, save, start, student, table
 from harness.configurator import UserError, parse, require, run, setting
 from harness.data import load_meta, load_tokens, save_dataset
 from model import FusionKind
@@ -57,7 +57,6 @@ LONGEST = 40  # times the preset's steps; patience ends a run long before
 PATIENCE = 5  # evaluations without a new best of any pass
 FIXED_POINT = 8  # feedback passes
 LOSSES = {"pass 1": 0, "pass 2": 1, "fixed point": FIXED_POINT}  # name: feedback passes
-RESAMPLES = 2000
 PLAIN = "plain, equal parameters"
 PAPER = {"fusion": "gated", "lam": 1.0} | always(3)
 
@@ -210,28 +209,20 @@ def factor(
     return tokens / n_tokens, bound
 
 
-def factor_numbers(
-    plain: dict[int, Runs], n_tokens: int, ours: Runs, name: str, seed: int
-) -> dict:
-    """The factor, and its 95% interval over resampled seeds, which needs at least two.
+def factor_numbers(plain: dict[int, Runs], n_tokens: int, ours: Runs, name: str) -> dict:
+    """The factor, and its 95% interval over seeds, which needs at least two.
 
-    "beyond": the share of resamples whose loss is beyond the curve, where a bound stands for them.
-    plain, ours: of the same seeds. seed: of the bootstrap.
+    "beyond": the share of seeds whose loss is beyond their curve, where a bound stands for them.
+    plain, ours: of the same seeds.
     """
     seeds = list(ours)
     value, bound = factor(plain, n_tokens, ours, name, seeds)
     numbers = {"factor": value, "bound": bound, "seeds": seeds, "interval": None, "beyond": None}
     if len(seeds) > 1:
-        generator = np.random.default_rng(seed)
-        known: dict[tuple, tuple[float, str]] = {}  # there are few different resamples
-        drawn = []
-        for _ in range(RESAMPLES):
-            resample = tuple(sorted(generator.choice(seeds, len(seeds)).tolist()))
-            if resample not in known:
-                known[resample] = factor(plain, n_tokens, ours, name, resample)
-            drawn.append(known[resample])
-        numbers["interval"] = np.percentile([value for value, _ in drawn], [2.5, 97.5]).tolist()
-        numbers["beyond"] = sum(1 for _, bound in drawn if bound) / RESAMPLES
+        alone = [factor(plain, n_tokens, ours, name, [seed]) for seed in seeds]
+        half = student(math.log(found) for found, _ in alone)
+        numbers["interval"] = [value * math.exp(-half), value * math.exp(half)]
+        numbers["beyond"] = sum(1 for _, sign in alone if sign) / len(alone)
     return numbers
 
 
@@ -280,7 +271,7 @@ def results_of(found: dict, settings: Settings) -> list[dict]:
         arm |= {"compute_tokens": cost, "computation": relative, "factors": {}}
         if name != PLAIN and len(plain) > 1:
             for loss in LOSSES:
-                arm["factors"][loss] = factor_numbers(plain, size, runs, loss, settings.seed)
+                arm["factors"][loss] = factor_numbers(plain, size, runs, loss)
         arm["runs"] = [
             {"seed": seed, "step": run["step"], "seconds": run["seconds"]}
             | {loss: loss_of(run, loss) for loss in LOSSES}
@@ -319,7 +310,7 @@ def print_tables(arms: list[dict]) -> None:
             factors = [cell(arm["factors"].get(name)) for name in LOSSES]
             rows.append([arm["recipe"], f"{arm['tokens']:,}", *factors])
     print(table(["recipe", "text", *LOSSES], rows))
-    print("95% bootstrap interval over seeds; < and >: beyond the plain curve's end")
+    print("95% interval over seeds; < and >: beyond the plain curve's end")
 
 
 def draw(figure, arms: list[dict]) -> None:

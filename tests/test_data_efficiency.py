@@ -1,6 +1,7 @@
 """experiments/data_efficiency.py: patience, the curve and its inversion, against hand numbers."""
 
 import json
+import math
 import os
 import signal
 from dataclasses import replace
@@ -160,20 +161,22 @@ def runs_with(*losses) -> dict:
     return {seed: {"losses": list(by_pass)} for seed, by_pass in enumerate(losses, start=1)}
 
 
-def test_the_factor_and_its_bootstrap_by_hand():
+def test_the_factor_and_its_interval_by_hand():
     plain = {10: runs_with([2.0], [3.0]), 20: runs_with([1.0], [1.0])}
     ours = runs_with([2.0, 1.5] + [2.5] * 7, [3.0, 2.0] + [2.5] * 7)
     # both seeds: the plain curve falls from 2.5 to 1.0, and pass 2 is 1.75, half way
-    numbers = efficiency.factor_numbers(plain, 10, ours, "pass 2", seed=1)
+    numbers = efficiency.factor_numbers(plain, 10, ours, "pass 2")
     assert numbers["factor"] == pytest.approx(2**0.5) and numbers["bound"] == ""
     # seed 1 alone: 1.5 of 2.0 to 1.0, half way; seed 2 alone: 2.0 of 3.0 to 1.0, half way too
     assert numbers["interval"] == pytest.approx([2**0.5, 2**0.5])
-    fixed_point = efficiency.factor_numbers(plain, 10, ours, "fixed point", seed=1)
+    fixed_point = efficiency.factor_numbers(plain, 10, ours, "fixed point")
     # both: 2.5 of 2.5, factor 1; seed 1: 2.5 is above 2.0, a bound; seed 2: a quarter of the way
     assert fixed_point["factor"] == pytest.approx(1)
-    assert fixed_point["interval"] == pytest.approx([1, 2**0.25])
-    assert 0.2 < fixed_point["beyond"] < 0.3  # one resample in four
-    alone = efficiency.factor_numbers(plain, 10, {1: ours[1]}, "pass 2", seed=1)
+    half = 12.7062 * 0.25 * math.log(2) / 2  # t of one degree of freedom; logs 0 and a quarter
+    expected = [math.exp(-half), math.exp(half)]
+    assert fixed_point["interval"] == pytest.approx(expected, rel=1e-4)
+    assert fixed_point["beyond"] == 0.5  # seed 1
+    alone = efficiency.factor_numbers(plain, 10, {1: ours[1]}, "pass 2")
     assert alone["factor"] == pytest.approx(2**0.5) and alone["interval"] is None
 
 
