@@ -166,7 +166,6 @@ def records_in(value) -> list[dict]:
 
 # A row of these tables has numbers of several runs, which only the whole file holds together.
 SEVERAL_RUNS_A_ROW = (
-    "four_gaps/gaps.json",
     "gaps.json",
     "long/decoding_modes.json",
     "state_tracking.json",
