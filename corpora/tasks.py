@@ -146,8 +146,14 @@ def registers(n_registers: int, writes: int, seed: int = 0) -> list[Example]:
     """
     rng = random.Random(f"registers {n_registers} {writes} {seed}")
     examples = []
+    seen = set()  # a schedule, or its complement, is in one group alone, and so in one fold
     for group in range(128):
-        schedule = random_schedule(rng, n_registers, n_registers * writes, for_probe=True)
+        while True:
+            schedule = random_schedule(rng, n_registers, n_registers * writes, for_probe=True)
+            up_to_complement = tuple((r, value ^ schedule[0][1]) for r, value in schedule)
+            if up_to_complement not in seen:
+                break
+        seen.add(up_to_complement)
         scratch = rng.randrange(10)
         length = 84 + 6 * len(schedule)
         for flip in (0, 1):

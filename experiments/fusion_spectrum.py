@@ -14,7 +14,8 @@ one sees what training did:
   exp of the entropy of their shares, D for equal values and 1 for a single one;
 - the variance spectrum, i.e. the eigenvalues of the covariance as shares of their sum, of held-out
   states h^(passes) and of W_H h (concat: of W_R's first half times h), its effective rank, and the
-  share of the variance in the weaker half of the directions;
+  share of the variance that comes from the weaker half of the directions of h: a W_H that treats
+  all directions alike leaves this share as it is;
 - the two terms of the fused input u(h, e): the token's, u(0, e), and the state's, which is
   u(h, e) - u(0, e); their mean norms, and the state's share of the sum of both. With `gated` all of
   u is the state's;
@@ -105,8 +106,20 @@ def spectrum(covariance: Tensor) -> dict:
     return {
         "shares": shares.tolist(),
         "effective_rank": effective_rank(values),
-        "weaker_half": shares[(len(shares) + 1) // 2 :].sum().item(),
     }
+
+
+def from_weaker_half(covariance: Tensor, weight: Tensor) -> float:
+    """The share of the variance of W h that comes from the weaker half of h's directions.
+
+    covariance (D, D) of h: its directions are the eigenvectors. weight (D, D): W.
+    """
+    values, directions = torch.linalg.eigh(covariance)  # (D,), (D, D); ascending
+    half = len(values) // 2
+    images = weight @ directions  # (D, D)
+    variances = images.square().sum(dim=0) * values.clamp(min=0)  # (D,), by direction of h
+    total = variances.sum().clamp(min=torch.finfo(values.dtype).tiny)
+    return (variances[:half].sum() / total).item()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -163,11 +176,15 @@ def fusion_numbers(model: GPT, idx: Tensor, n_passes: int) -> dict:
     tokens = idx[:, 1:].flatten()  # (N (T-1),): those that enter with a state before them
     found = matrices(model.fusion, model.config.n_embd)
     covariance = torch.cov(h.T.cpu().double())  # (D, D)
-    states = {"h": spectrum(covariance)}
+    unchanged = torch.eye(len(covariance), dtype=covariance.dtype)
+    states = {
+        "h": spectrum(covariance) | {"weaker_half": from_weaker_half(covariance, unchanged)}
+    }
     for name, matrix in found.items():
         if name in READS_STATE:
             weight = matrix.cpu().double()
-            states[f"{name} h"] = spectrum(weight @ covariance @ weight.T)
+            share = from_weaker_half(covariance, weight)
+            states[f"{name} h"] = spectrum(weight @ covariance @ weight.T) | {"weaker_half": share}
     e = model.embed(tokens)  # (N (T-1), D)
     token_term = model.fuse(torch.zeros_like(h), e)
     state_term = model.fuse(h, e) - token_term
@@ -202,7 +219,7 @@ def table_column(numbers: dict) -> dict[str, str | float]:
         column[f"{name}: smallest / largest"] = values[-1] / values[0] if values[0] else 0.0
     for name, of in numbers["states"].items():
         column[f"variance of {name}: effective rank"] = of["effective_rank"]
-        column[f"variance of {name}: in the weaker half"] = of["weaker_half"]
+        column[f"variance of {name}: from the weaker half of h"] = of["weaker_half"]
     terms = numbers["terms"]
     column["mean norm of the state's term"] = terms["norm_h"]
     column["mean norm of the token's term"] = terms["norm_e"]

@@ -36,7 +36,10 @@ from harness.configurator import UserError, parse, require, run, setting
 from harness.runlog import read_evaluations, read_training
 from model import GPT
 
-BATCHES = ("seed", "batch_size", "grad_accum")  # of train_config: what a step's batch depends on
+# Of train_config: what a step's batch and its place in the run's schedule depend on.
+STEPS = (
+    "seed", "batch_size", "grad_accum", "max_iters", "learning_rate", "warmup_iters", "cooldown"
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def curves(path: str) -> dict:
         raise UserError(f"{folder}/log.jsonl has no training or no evaluation; name a run's folder")
     checkpoint = load_checkpoint(path)
     warn_of_early_stop(path, checkpoint)
-    names = ("init_from", "pass_mix", "lam", "jitter", "learning_rate", "max_iters", *BATCHES)
+    names = ("init_from", "pass_mix", "lam", "jitter", *STEPS)
     config = checkpoint["train_config"]
     return {
         "train_config": {name: config[name] for name in names},
@@ -83,18 +86,18 @@ def curves(path: str) -> dict:
     }
 
 
-def same_batches(paths: list[str], runs: list[dict]) -> None:
-    """UserError where a run's steps had other batches than the first one's."""
+def same_steps(paths: list[str], runs: list[dict]) -> None:
+    """UserError where a run's steps had other batches or another schedule than the first one's."""
     plain = runs[0]
     for path, one in zip(paths, runs, strict=True):
-        pairs = {name: (plain["train_config"][name], one["train_config"][name]) for name in BATCHES}
+        pairs = {name: (plain["train_config"][name], one["train_config"][name]) for name in STEPS}
         pairs["block_size"] = (plain["block_size"], one["block_size"])
         pairs["dataset"] = (plain["sha256"], one["sha256"])
         for name, (theirs, ours) in pairs.items():
             if ours != theirs:
                 raise UserError(
                     f"--{name}: {paths[0]} was trained with {theirs} and {path} with {ours}, so "
-                    f"that their batches differ; train both with the same --{name}"
+                    f"that their steps cannot be compared; train both with the same --{name}"
                 )
 
 
@@ -223,7 +226,7 @@ def main(argv: list[str]) -> None:
     if plain["fusion"] != "none":
         raise UserError(f"{paths[0]} has a fusion; name a plain run first, of --fusion=none")
     same_start(paths, runs)
-    same_batches(paths, runs)
+    same_steps(paths, runs)
     rows = []
     for name, one in zip(names, runs):
         by_pass = " ".join(f"{loss:.4f}" for loss in one["val_losses"][-1])

@@ -1,6 +1,7 @@
 """experiments/ablations: sweeps, runs, statistics, against hand numbers and loops written here."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -248,6 +249,8 @@ def test_holm_by_hand():
     assert compare.holm([0.01, 0.04, 0.03, 0.005]) == [True, False, False, True]
     assert compare.holm([0.04, 0.01]) == [True, True]
     assert compare.holm([]) == []
+    assert compare.holm([math.nan, 0.5, 0.001]) == [False, False, True]
+    assert compare.holm([math.nan, math.nan]) == [False, False]
 
 
 def run_of(losses, **modes) -> dict:

@@ -65,7 +65,12 @@ def test_matrices_and_states_of_a_gated_fusion(gated, tiny_run, corpus):
         of = found["states"][name]
         np.testing.assert_allclose(of["shares"], shares, atol=1e-6)
         assert of["effective_rank"] == pytest.approx(entropy_rank(shares), rel=1e-4)
-        assert of["weaker_half"] == pytest.approx(sum(shares[16:]), abs=1e-6)
+    centred = (h - h.mean(0)).double().numpy()
+    directions = np.linalg.svd(centred)[2]  # (D, D), the strongest first
+    weak = centred @ directions[16:].T @ directions[16:]  # what h has in its weaker half
+    for name, weight in (("h", np.eye(32)), ("W_H h", model.fusion.W_H.weight.detach().numpy())):
+        share = np.square(weak @ weight.T).sum() / np.square(centred @ weight.T).sum()
+        assert found["states"][name]["weaker_half"] == pytest.approx(share, abs=1e-6)
     assert found["terms"]["share_h"] == 1 and found["terms"]["norm_e"] == 0
 
 

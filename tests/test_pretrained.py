@@ -504,18 +504,18 @@ def test_a_retrofit_that_could_not_be_written_is_not_begun(tmp_path, monkeypatch
         retrofit.main(["out/plain", "out/fed", "--results_dir=file/x"])
 
 
-@pytest.mark.parametrize("name", ["seed", "batch_size", "grad_accum", "block_size", "dataset"])
-def test_runs_of_other_batches_are_not_compared(name):
+@pytest.mark.parametrize("name", [*retrofit.STEPS, "block_size", "dataset"])
+def test_runs_of_other_steps_are_not_compared(name):
     def run(value) -> dict:
-        values = {"seed": 1, "batch_size": 2, "grad_accum": 3, "block_size": 4, "dataset": "ab"}
+        values = dict.fromkeys(retrofit.STEPS, 1) | {"block_size": 4, "dataset": "ab"}
         values[name] = value
-        config = {name: values[name] for name in ("seed", "batch_size", "grad_accum")}
+        config = {name: values[name] for name in retrofit.STEPS}
         about = {"train_config": config, "block_size": values["block_size"]}
         return about | {"sha256": values["dataset"]}
 
-    retrofit.same_batches(["a", "b"], [run(7), run(7)])
+    retrofit.same_steps(["a", "b"], [run(7), run(7)])
     with pytest.raises(UserError) as caught:
-        retrofit.same_batches(["a", "b", "c"], [run(7), run(7), run(8)])
+        retrofit.same_steps(["a", "b", "c"], [run(7), run(7), run(8)])
     assert str(caught.value).startswith(f"--{name}: a was trained with 7 and c with 8, so that")
 
 

@@ -196,6 +196,16 @@ def test_register_schedules_vary():
 # The text to train on
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_schedule_stands_in_one_group(seed):
+    """Or one fold would learn what another is tested on: of one register there are few."""
+    groups = {}
+    for example in tasks.registers(1, 16, seed):
+        schedule = example.prompt.split("s=")[0].strip()
+        groups.setdefault(schedule, set()).add(example.group)
+    assert len(groups) == 2 * 128 and all(len(found) == 1 for found in groups.values())
+
+
 def test_the_text_is_right_long_enough_and_the_same_every_time(text):
     assert 1.5e6 < len(text) < 4.5e6 and text == tasks.text() != tasks.text(seed=1, n_examples=100)
     assert "".join(sorted(set(text))) == tasks.SYMBOLS

@@ -1,5 +1,7 @@
 """From the numbers of runs to an arm's means, and to paired differences with their intervals."""
 
+import math
+
 import numpy as np
 
 from experiments.report import student
@@ -63,11 +65,13 @@ def holm(p_values: list[float], level: float = LEVEL) -> list[bool]:
     """Which of several hypotheses Holm's step-down procedure rejects, at one level for them all.
 
     S. Holm, A simple sequentially rejective multiple test procedure, Scand. J. Statist. 6 (1979).
+    A p that is not a number, of losses that are none, counts as the largest.
     """
     rejected = [False] * len(p_values)
-    order = sorted(range(len(p_values)), key=lambda place: p_values[place])
+    places = range(len(p_values))
+    order = sorted(places, key=lambda place: (math.isnan(p_values[place]), p_values[place]))
     for rank, place in enumerate(order):
-        if p_values[place] > level / (len(p_values) - rank):
+        if not p_values[place] <= level / (len(p_values) - rank):
             break  # this one and all with a larger p stay
         rejected[place] = True
     return rejected
