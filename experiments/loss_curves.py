@@ -62,7 +62,8 @@ def logged(folder: Path) -> tuple[list[dict], list[dict]]:
 def curve(entries: list[dict], name: str, k: int, smooth: int = 1) -> Curve:
     """Pass k (1 is plain) of the entries that have it, each point a mean over `smooth` of them.
 
-    name: "losses" or "val_losses". A point stands at the last step that it averages.
+    name: "losses" or "val_losses". A point stands at the step in the middle of those that it
+    averages, of an even number at the later of two.
     """
     having = [entry for entry in entries if len(entry[name]) >= k]
     if len(having) < smooth:
@@ -72,8 +73,9 @@ def curve(entries: list[dict], name: str, k: int, smooth: int = 1) -> Curve:
     losses = np.array([entry[name][k - 1] for entry in having])
     gaps = np.array([entry[name][k - 1] - entry[name][0] for entry in having])
     window = np.ones(smooth) / smooth
+    middle = smooth // 2
     return Curve(
-        steps[smooth - 1 :],
+        steps[middle : len(steps) - (smooth - 1 - middle)],
         np.convolve(losses, window, "valid"),
         np.convolve(gaps, window, "valid"),
     )

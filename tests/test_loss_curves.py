@@ -34,6 +34,13 @@ def training_entries() -> list[dict]:
     return entries
 
 
+def test_an_average_stands_in_the_middle_of_its_steps():
+    entries = [{"step": step, "losses": [2.0, 2.0 - step]} for step in range(10, 80, 10)]
+    points = loss_curves.curve(entries, "losses", 2, smooth=5)
+    assert points.steps.tolist() == [30, 40, 50]
+    assert points.gaps.tolist() == pytest.approx([-30, -40, -50])  # exact on a straight line
+
+
 def test_crossing_is_where_pass_2_stays_under():
     steps = np.array(STEPS)
     assert loss_curves.crossing(steps, np.array([0.1, -0.1, 0.1, -0.1, -0.1])) == 30
@@ -54,7 +61,7 @@ def test_the_log_is_drawn(tmp_path, monkeypatch, capsys):
     assert losses["pass 1, validation"] == (STEPS, [3.0, 2.5, 2.0, 1.9, 1.8])
     assert losses["pass 2, validation"] == (STEPS, [3.1, 2.4, 2.1, 1.8, 1.7])
     steps_1, smooth_1 = losses["pass 1, training"]
-    assert steps_1 == [2, 3, 4, 5, 6]  # each at the last step that it averages
+    assert steps_1 == [2, 3, 4, 5, 6]  # each at the later of the two that it averages
     assert smooth_1[:2] == pytest.approx([(8 + 4) / 2, (4 + 8 / 3) / 2])
     assert losses["pass 2, training"][0] == [4, 5, 6]
     assert losses["pass 2, training"][1] == pytest.approx([6, (6 + 1) / 2, 1])
