@@ -16,7 +16,8 @@ which on the model's own rollouts has to agree with what was recorded. Against i
   whose ratio w = exp(approximate - exact) is outside 0.8 to 1.2, where PPO and GRPO clip;
 - responses: the mean +- standard deviation of a whole response's error, in nats; the ratio of a
   response, which is the product over its N tokens, by its median and 5% to 95%; the effective
-  sample size of these as a share of n rollouts, (sum w)^2 / (n sum w^2).
+  sample size of these as a share of n rollouts, (sum w)^2 / (n sum w^2), which is at least 1/n by
+  construction and below about 10/n no more than an upper bound.
 Enough for the one need not be enough for the other: errors of N tokens add up in a product.
 One pass (k = 1) is ordinary teacher forcing: Standard's likelihood. Prompt and response fit into
 block_size; as many passes as there are sampled tokens are exact, so a k near that number proves

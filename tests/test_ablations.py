@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -330,6 +331,11 @@ def test_cells_of_differences():
 # A whole sweep
 
 
+def cells_of(line: str) -> list[str]:
+    """The cells of a printed table's row."""
+    return [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+
+
 @pytest.fixture
 def words(data, tmp_path, small_preset) -> list[str]:
     folders = [f"--data_dir={data}", f"--out_dir={tmp_path}/out"]
@@ -385,6 +391,17 @@ def test_a_sweep_ends_in_tables_json_and_picture(words, tmp_path, capsys, monkey
         first[folder.name] = json.loads(lines[0])["val_losses"][0]
     mixins = {loss for name, loss in first.items() if "seed=2" in name and "n_hidden" not in name}
     assert len(mixins) == 1  # a seed: the same initial weights but the fusion's
+
+
+def test_a_control_with_fewer_seeds_is_told(words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ablations, "draw", lambda *_: None)
+    assert ablations.main(["mixin", *words, "--seeds=2"]) == 0
+    folders = Path(tmp_path, "out/quick").iterdir()
+    shutil.rmtree(next(found for found in folders if re.fullmatch(r"seed=2-\w+", found.name)))
+    capsys.readouterr()
+    assert ablations.main(["mixin", *words, "--seeds=2", "--train=false"]) == 0
+    rows = {row[0]: row for row in map(cells_of, capsys.readouterr().out.splitlines()) if row}
+    assert rows["1"][1] == "2" and rows["1"][5].endswith(" (1 seeds)")
 
 
 def test_published_runs_are_not_trained_again(words, tmp_path, capsys, monkeypatch):

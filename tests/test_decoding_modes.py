@@ -152,6 +152,11 @@ def test_several_trainings_are_paired_by_seed_and_have_students_interval():
     assert soft["interval"] == pytest.approx([mean - half, mean + half], abs=1e-4)
     assert standard["minus"] == pytest.approx((0.25 + 0.25 + 0.5) / 3)
     assert [point["minus"] for point in soft["bins"]] == pytest.approx([mean] * 4)
+    assert "own seeds" not in decoding_modes.likelihood_table([plain, standard, soft], "plain")
+    grouped["full"] = [2]  # with seed 2 alone, whose plain run has 1.0
+    fewer = decoding_modes.rows_of(grouped, results, nlls, decoding_modes.Settings())
+    *_, last = decoding_modes.likelihood_table(fewer, "plain").splitlines()
+    assert last == "full, Soft is compared with the plain of its own seeds, whose loss is 1.000"
 
 
 def test_a_plain_run_without_computation_gives_no_multiple():

@@ -23,17 +23,21 @@ The first table has levels:
 - Standard, Soft, Fused: as decoded, over the second half of the windows after a prompt of the
   first. A plain model has one loss, which stands for all.
 In `fusion` also: the share of the fused input's variance that is not the token's, for the trained
-and for an untrained model; the loss of pass 2 with the states as they are, and when every state is
+and for an untrained model (too low by about 2.5% of itself, because each symbol's mean is fitted to
+the same 3,000 positions); the loss of pass 2 with the states as they are, and when every state is
 the mean state, both on the first 48 windows; Soft minus the plain model at the start (the first 4
 tokens whose own input Soft decides) and at the rest.
 
 The second has paired differences: the arms of a seed see the same batches; arms of one shape begin
 with the same weights (except the fusion's), and the plain model of equal parameters has others.
-`pairs` says how many seeds both have. "plain, equal parameters" is a plain model whose MLP is wider
+`pairs` says how many seeds both have, and Soft's difference from the control how many those two
+have, where it is another number. "plain, equal parameters" is a plain model whose MLP is wider
 by what the gated fusion's matrices have; it takes as many steps, or, for the arms of equal
 computation in `warmup`, as many as cost the same. After ± stands Student's 95% interval, which
 needs two seeds; it is of that difference alone, not corrected for how many stand side by side. A *
-marks those that survive Holm's correction over their table.
+marks those that survive Holm's correction over their table. All seeds are measured on the same
+windows, and the interval is for these: another 120 of them would move a difference by up to about
+0.01 more.
 
 In `depth`, models of 1, 2, 4 and 8 layers have equal parameters: n_embd shrinks as layers are
 added, to the nearest multiple of 2 n_head, and n_hidden makes up for the rest. In `window`, an arm
@@ -155,6 +159,9 @@ def report(name: str, found: dict[Arm, Runs], settings: Settings, began: float) 
         control = "" if result["control"] is None else label(tuple(result["control"]))
         pairs = [pair["seeds"] for pair in result[BASELINE].values() if pair is not None]
         n_pairs = max(pairs, default="")
+        with_control = result[CONTROL].get("Soft")
+        if with_control is not None and with_control["seeds"] != n_pairs:
+            differences[-1] += f" ({with_control['seeds']} seeds)"
         rows.append([label(arm), n_pairs, *differences, control])
     header = [sweep.x, "pairs", *MODES, "Soft minus the control's", "control"]
     print(f"\n{name}: paired differences to plain, equal parameters; nats per token")
