@@ -48,6 +48,7 @@ BATCH = 250  # games at a time
 REACHED = 0.9  # the accuracy that counts as following the ball
 CHANCE = 1 / len(LOOKS)
 LOOK_TOKENS = CharTokenizer(SYMBOLS).encode(LOOKS)
+LEGEND = 115  # letters that fit beside each other, each name's line counted as 8
 STYLES = {"standard": "--", "soft": "-", "fused": ":"}
 
 
@@ -219,6 +220,8 @@ def draw(figure, grouped: dict[str, list[dict]]) -> None:
 
     grouped: the results of each group's runs.
     """
+    from matplotlib.transforms import ScaledTranslation  # pictures alone need matplotlib
+
     with_soft = [label for label, runs in grouped.items() if "soft" in runs[0]["modes"]]
     n_panels = 2 if with_soft else 1
     figure.set_size_inches(7, 4.2 * n_panels)
@@ -253,8 +256,16 @@ def draw(figure, grouped: dict[str, list[dict]]) -> None:
         panel.set(xlabel="moves since the last look", ylim=(0, 1.04))
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter("{x:.0f}")
-        # Below the panel: within it there is always a curve to cover.
-        panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
+        # Below the panel: within it there is always a curve to cover. In as many columns as fit.
+        longest = max(len(name) for name in panel.get_legend_handles_labels()[1])
+        n_columns = max(1, min(3, LEGEND // (longest + 8)))
+        below_the_label = panel.transAxes + ScaledTranslation(0, -0.5, figure.dpi_scale_trans)
+        panel.legend(
+            loc="upper center",
+            bbox_to_anchor=(0.5, 0),
+            bbox_transform=below_the_label,
+            ncols=n_columns,
+        )
 
 
 def players(
