@@ -54,7 +54,7 @@ from model import GPT, Feedback, GPTConfig, objective
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """All settings of a run but the model's shape. An impossible one is a ValueError: its flag."""
+    """All settings of a run but the model's shape. ValueError, naming its flag, for a wrong one."""
 
     dataset: str = setting("pydocs", "folder of data_dir, made by prepare.py")
     data_dir: str = setting("data", "where prepare.py wrote", path=True)
@@ -158,8 +158,8 @@ def in_first_stage(config: TrainConfig, step: int) -> bool:
 def pass_count(config: TrainConfig, step: int) -> int:
     """Forward passes of this step.
 
-    Staged, the paper's order: the single-pass steps first, which are cheap and leave a plain
-    checkpoint behind, then a draw from the rest of the mix at every step.
+    Staged, the paper's order: the single-pass steps first, which are cheap and end in a plain
+    model, then a draw from the rest of the mix at every step.
     Interleaved: a draw from the whole mix at every step.
     """
     mix = np.array(config.pass_mix)
