@@ -168,6 +168,7 @@ def records_in(value) -> list[dict]:
 SEVERAL_RUNS_A_ROW = (
     "gaps.json",
     "long/decoding_modes.json",
+    "plain_prompt/state_tracking.json",
     "recipes/state_tracking.json",
     "state_tracking.json",
     "window/state_tracking.json",
