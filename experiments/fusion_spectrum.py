@@ -99,13 +99,17 @@ def singular(matrix: Tensor) -> dict:
     }
 
 
-def spectrum(covariance: Tensor) -> dict:
-    """Eigenvalues of a covariance (D, D) as shares, the largest first, and what they say."""
-    values = torch.linalg.eigvalsh(covariance).flip(0).clamp(min=0)
+def spectrum(covariance: Tensor, weight: Tensor) -> dict:
+    """Of W h, by the covariance (D, D) of h and W (D, D): its spectrum, and what that says.
+
+    The spectrum: the eigenvalues of its covariance as shares, the largest first.
+    """
+    values = torch.linalg.eigvalsh(weight @ covariance @ weight.T).flip(0).clamp(min=0)
     shares = values / values.sum().clamp(min=torch.finfo(values.dtype).tiny)
     return {
         "shares": shares.tolist(),
         "effective_rank": effective_rank(values),
+        "weaker_half": from_weaker_half(covariance, weight),
     }
 
 
@@ -176,15 +180,10 @@ def fusion_numbers(model: GPT, idx: Tensor, n_passes: int) -> dict:
     tokens = idx[:, 1:].flatten()  # (N (T-1),): those that enter with a state before them
     found = matrices(model.fusion, model.config.n_embd)
     covariance = torch.cov(h.T.cpu().double())  # (D, D)
-    unchanged = torch.eye(len(covariance), dtype=covariance.dtype)
-    states = {
-        "h": spectrum(covariance) | {"weaker_half": from_weaker_half(covariance, unchanged)}
-    }
+    states = {"h": spectrum(covariance, torch.eye(len(covariance), dtype=covariance.dtype))}
     for name, matrix in found.items():
         if name in READS_STATE:
-            weight = matrix.cpu().double()
-            share = from_weaker_half(covariance, weight)
-            states[f"{name} h"] = spectrum(weight @ covariance @ weight.T) | {"weaker_half": share}
+            states[f"{name} h"] = spectrum(covariance, matrix.cpu().double())
     e = model.embed(tokens)  # (N (T-1), D)
     token_term = model.fuse(torch.zeros_like(h), e)
     state_term = model.fuse(h, e) - token_term

@@ -4,8 +4,8 @@
     python -m experiments.retrofit out/smollm2_plain out/smollm2_fbt --n_tokens=16
 
 The first run is plain (config/smollm2.toml with --fusion=none --pass_mix=1), the others have
-feedback. All must have begun from the same weights and had the same batches, because their losses
-are compared step by step.
+feedback. All must have begun from the same weights and had the same batches and schedule, because
+their losses are compared step by step.
 `computation` counts tokens times passes. Validation losses are those that training logged.
 
 With --n_tokens also the speed of decoding on one CPU thread, Standard and Soft, of the last run's

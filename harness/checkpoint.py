@@ -31,8 +31,9 @@ RUN_KEYS = (
     "val_step",
 )
 
-# What a resumed run may set anew. Two more are compared in their own way: grad_accum, whose product
-# with the number of processes counts, and max_iters, on which the schedule depends.
+# What a resumed run may set anew. Three are compared in their own way: grad_accum, whose product
+# with the number of processes counts; max_iters, on which the schedule depends; and init_from,
+# which may be left out.
 FREE_ON_RESUME = {
     "resume", "overwrite", "out_dir", "data_dir", "init_from", "max_iters", "eval_interval",
     "eval_iters", "eval_passes", "log_interval", "device", "compile", "recompute",
